@@ -13,13 +13,13 @@ import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 from tabulate import tabulate
 from torch import Tensor
 
 from benchmarks.table import put_between
+from collage_fx.install import InstallOptions
 from collage_fx.offload import HostLink, Offload
 from collage_fx.state import bytes_held
 
@@ -29,7 +29,7 @@ MARKS = ("<!-- written by python -m benchmarks.offload -->", "<!-- end -->")
 TENSORS, SHAPE, ROUNDS = 64, (1024, 2048), 6
 #: Bytes in a second.
 LINKS = {"PCIe 4, 25 GB/s": 25e9, "NVLink-C2C, 450 GB/s": 450e9}
-OPTIONS: dict[str, dict[str, Any]] = {
+OPTIONS: dict[str, InstallOptions] = {
     "`plus`": {},
     "`light`": {"strategy": "light"},
     "8 bytes": {"bytes_per_parameter": 8.1},
@@ -65,7 +65,7 @@ def _wait_until(moment: float) -> None:
     time.sleep(max(0.0, moment - time.perf_counter()))
 
 
-def measured(speed: float, options: dict[str, Any], seconds: float) -> tuple[float, float]:
+def measured(speed: float, options: InstallOptions, seconds: float) -> tuple[float, float]:
     """Return the host's bytes for each parameter, and the time from the first gradient to the last weight.
 
     Args:

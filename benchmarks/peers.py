@@ -13,7 +13,7 @@ from torch import Tensor
 
 from benchmarks.by_hand import BETAS, EPS, LR, WEIGHT_DECAY, EagerCollage, KahanAdamW
 from collage_fx import CollageBackend
-from collage_fx.graph.program import Strategy
+from collage_fx.choices import Strategy
 
 __all__ = ["PEERS", "Peer", "Step", "make_gradients", "make_parameters"]
 

@@ -1,23 +1,9 @@
 """collage_fx: a torch.compile backend that makes any PyTorch optimizer precise in pure low precision."""
 
-from collage_fx import optim
-from collage_fx.backend import CollageBackend, backend_for, collage_backend
-from collage_fx.errors import CollageError
-from collage_fx.full_precision import FullPrecisionForward, full_precision_forward
-from collage_fx.gradient_release import GradientRelease, step_in_backward
-from collage_fx.install import backend_of, install, uninstall
-from collage_fx.offload import Offload, offload
-from collage_fx.report import CollageReport
-from collage_fx.state.checkpoint import install as _install_checkpoint_support
-from collage_fx.state.checkpoint import plain_state_dict
-from collage_fx.state.claims import wrap_module_loading as _wrap_module_loading
-from collage_fx.state.error_terms import assign, error_terms, full_value, reset_error_terms
-from collage_fx.state.full_state import full_state_dict, load_full_state_dict, save_full_state_dict
-from collage_fx.state.replaced_state import move_state
-from collage_fx.tools.audit import audit
-from collage_fx.tools.explain import explain
-from collage_fx.tools.gpu_code import gpu_code
-from collage_fx.torch_compat.patch_averages import install as _install_averaging_support
+import importlib
+import sys
+
+_is_reloaded = "_complete" in vars()
 
 __version__ = "0.1.0"
 
@@ -51,6 +37,39 @@ __all__ = [
     "uninstall",
 ]
 
-_install_checkpoint_support()
-_wrap_module_loading()
-_install_averaging_support()
+
+def _starts_command_line() -> bool:
+    """Return whether Python starts ``collage-fx`` or ``python -m collage_fx``: its help needs no torch."""
+    program = sys.argv[0].replace("\\", "/").rpartition("/")[2] if sys.argv else ""
+    return program.partition(".")[0] == "collage-fx" or (program == "-m" and __name__ in sys.orig_argv)
+
+
+def _complete() -> None:
+    """Import everything below, in the command line when a command runs; other programs do at once."""
+    if "CollageBackend" not in globals():
+        importlib.reload(sys.modules[__name__])
+
+
+if _is_reloaded or not _starts_command_line():
+    from collage_fx import optim
+    from collage_fx.backend import CollageBackend, backend_for, collage_backend
+    from collage_fx.errors import CollageError
+    from collage_fx.full_precision import FullPrecisionForward, full_precision_forward
+    from collage_fx.gradient_release import GradientRelease, step_in_backward
+    from collage_fx.install import backend_of, install, uninstall
+    from collage_fx.offload import Offload, offload
+    from collage_fx.report import CollageReport
+    from collage_fx.state.checkpoint import install as _install_checkpoint_support
+    from collage_fx.state.checkpoint import plain_state_dict
+    from collage_fx.state.claims import wrap_module_loading as _wrap_module_loading
+    from collage_fx.state.error_terms import assign, error_terms, full_value, reset_error_terms
+    from collage_fx.state.full_state import full_state_dict, load_full_state_dict, save_full_state_dict
+    from collage_fx.state.replaced_state import move_state
+    from collage_fx.tools.audit import audit
+    from collage_fx.tools.explain import explain
+    from collage_fx.tools.gpu_code import gpu_code
+    from collage_fx.torch_compat.patch_averages import install as _install_averaging_support
+
+    _install_checkpoint_support()
+    _wrap_module_loading()
+    _install_averaging_support()

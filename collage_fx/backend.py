@@ -8,17 +8,27 @@ from typing import Any
 
 import torch
 from torch.fx import GraphModule
+from typing_extensions import Unpack
 
 from collage_fx.capture import not_compiled_yet, start_watch
+from collage_fx.choices import (
+    Arithmetic,
+    Changes,
+    ErrorFormatName,
+    Mode,
+    PackedFormatName,
+    Rounding,
+    Strategy,
+)
 from collage_fx.compilation import Backend, Compilation
 from collage_fx.errors import InvalidOptionError
-from collage_fx.graph import Arithmetic, Changes, Rounding, Strategy
 from collage_fx.lowering import JOINT_GRAPH_SETTINGS, forget_kernels
 from collage_fx.metrics import Metrics
 from collage_fx.options import (
     DEFAULT_FORMATS,
     DEFAULT_ROUNDINGS,
     MODES,
+    GivenOptions,
     Options,
     refuse_unknown,
     refuse_unless,
@@ -85,22 +95,22 @@ class CollageBackend(Backend):
     def __init__(
         self,
         strategy: Strategy = "plus",
-        error_format: str | None = None,
+        error_format: ErrorFormatName | None = None,
         arithmetic: Arithmetic = "wide",
         metrics: bool = False,
         metrics_every: int = 1,
         strict: bool = True,
-        mode: str | None = None,
+        mode: Mode | None = None,
         rounding: Rounding | None = None,
-        state: str | None = None,
+        state: PackedFormatName | None = None,
         bytes_per_parameter: float | None = None,
         changes: Changes = "summed",
         passes: Sequence[Pass] = PIPELINE,
     ) -> None:
         known: Arithmetic = "native" if arithmetic == "native" else "wide"  # Options refuses other values
-        error_format = DEFAULT_FORMATS[known] if error_format is None else error_format
+        fmt = DEFAULT_FORMATS[known] if error_format is None else error_format
         rounding = DEFAULT_ROUNDINGS[known] if rounding is None else rounding
-        options = strategy, error_format, arithmetic, metrics, metrics_every, strict, mode, rounding, state
+        options = strategy, fmt, arithmetic, metrics, metrics_every, strict, mode, rounding, state
         super().__init__(Options(*options, bytes_per_parameter, changes, tuple(passes)))
 
     def __repr__(self) -> str:
@@ -206,7 +216,7 @@ def collage(
     return backend_for(**(options or {}))(gm, example_inputs, mode=mode)
 
 
-def backend_for(**options: Any) -> CollageBackend:
+def backend_for(**options: Unpack[GivenOptions]) -> CollageBackend:
     """Return the backend that ``backend="collage", options=options`` uses, for its report.
 
     Raises:

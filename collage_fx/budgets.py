@@ -28,8 +28,9 @@ import torch
 from functorch import make_fx
 from torch import Tensor
 
+from collage_fx.choices import Strategy
 from collage_fx.errors import InvalidOptionError
-from collage_fx.graph import InputInfo, Role, StepProgram, Strategy, copy_of, placeholders, tensor_value
+from collage_fx.graph import InputInfo, Role, StepProgram, copy_of, placeholders, tensor_value
 from collage_fx.numerics import ERROR_FORMATS, PACKED_FORMATS, is_low_precision
 from collage_fx.pipeline import Pass, run_pipeline, up_to_choosing
 

@@ -1,44 +1,56 @@
-"""Command line: ``collage-fx``, or ``python -m collage_fx``."""
+"""Command line: ``collage-fx``, or ``python -m collage_fx``.
+
+Help and usage errors need no torch, which takes seconds to import: a command imports what it runs.
+"""
 
 from __future__ import annotations
 
 import argparse
 import ast
 import importlib
+import importlib.metadata
 import importlib.util
 import inspect
 import io
 import os
 import pkgutil
+import platform
 import re
 import subprocess
 import sys
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
-from typing import Any, NoReturn, get_args
+from typing import TYPE_CHECKING, Any, NoReturn, get_args
 
-import torch
-from torch.optim import Optimizer
+import collage_fx
+from collage_fx.choices import (
+    AUDIT_STEPS,
+    Architecture,
+    Arithmetic,
+    Changes,
+    Dtype,
+    ErrorFormatName,
+    PackedFormatName,
+    Rounding,
+    Strategy,
+    did_you_mean,
+)
 
-from collage_fx.backend import CollageBackend
-from collage_fx.errors import CollageError, InvalidOptionError, did_you_mean, error_kinds
-from collage_fx.graph import Arithmetic, Changes, Rounding, Strategy
-from collage_fx.numerics import ERROR_FORMATS, PACKED_FORMATS
-from collage_fx.report import CollageReport, treatments
-from collage_fx.tools import STEPS, examine, patch_reasons
-from collage_fx.tools.audit import audit
-from collage_fx.tools.explain import explain
-from collage_fx.tools.gpu_code import gpu_code
-from collage_fx.torch_compat import imaginary_cuda
+if TYPE_CHECKING:
+    import torch
+    from torch.optim import Optimizer
+
+    from collage_fx.report import CollageReport
 
 #: Exit statuses: FAILED if the command found a failure, MISUSED for a mistake on the command line.
-FAILED, MISUSED = 1, 2
+FAILED, MISUSED, INTERRUPTED = 1, 2, 130
+STATUSES = """\
+exit status: 0 = done, and nothing is wrong; 1 = the command found a failure, or the step is refused;
+2 = a mistake on the command line, or options that do not fit the optimizer; 130 = interrupted"""
 #: Options of a backend that the command line offers.
 OPTIONS = ("strategy", "error_format", "arithmetic", "rounding", "state", "bytes_per_parameter", "changes")
-
-DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 
 
 class UsageError(Exception):
@@ -51,24 +63,42 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")  # the terminal's encoding may not be UTF-8
     try:
-        status = _run(list(sys.argv[1:] if arguments is None else arguments))
+        command, options, rest = _parsed(list(sys.argv[1:] if arguments is None else arguments))
+        status = _run(command, options, rest)
         sys.stdout.flush()
         return status
-    except (UsageError, InvalidOptionError) as error:
+    except UsageError as error:
         print(f"collage-fx: {error}", file=sys.stderr)
         return MISUSED
-    except CollageError as error:
-        print(f"collage-fx: {error}", file=sys.stderr)
-        return FAILED
+    except KeyboardInterrupt:
+        return INTERRUPTED
     except BrokenPipeError:  # the reader, such as head, has closed the pipe
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes stdout once more
         return FAILED
 
 
-def _run(arguments: list[str]) -> int:
+def _run(command: Command, options: argparse.Namespace, rest: list[str]) -> int:
+    """Run a command; return its exit status, also of a refused step."""
+    collage_fx._complete()
+    from collage_fx.errors import CollageError, InvalidOptionError
+
+    try:
+        return command.run(options, rest)
+    except CollageError as error:
+        print(f"collage-fx: {error}", file=sys.stderr)
+        return MISUSED if isinstance(error, InvalidOptionError) else FAILED
+
+
+def _parsed(arguments: list[str]) -> tuple[Command, argparse.Namespace, list[str]]:
+    """Return the command, its options, and the arguments that it passes on."""
     parser = _Parser(
-        prog="collage-fx", description="Precise optimizers in pure bf16 and fp16.", allow_abbrev=False
+        prog="collage-fx",
+        description="Precise optimizers in pure bf16 and fp16.",
+        epilog=STATUSES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
     )
+    parser.add_argument("--version", action=_Version, nargs=0, help="print the versions and exit")
     subparsers = parser.add_subparsers(dest="command", metavar="COMMAND", required=True, parser_class=_Parser)
     parsers = {
         name: subparsers.add_parser(
@@ -89,7 +119,19 @@ def _run(arguments: list[str]) -> int:
     if rest and not command.passes_on:
         known = re.findall(r"--[\w-]+", parsers[options.command].format_usage())
         raise UsageError(f"no option {rest[0]!r}; {did_you_mean(rest[0].partition('=')[0], known)}")
-    return command.run(options, rest)
+    return command, options, rest
+
+
+class _Version(argparse.Action):
+    """Option that prints the versions and ends the program."""
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> NoReturn:
+        try:
+            torch = importlib.metadata.version("torch")
+        except importlib.metadata.PackageNotFoundError:
+            torch = "not installed"
+        print(f"collage-fx {collage_fx.__version__} (torch {torch}, Python {platform.python_version()})")
+        parser.exit()
 
 
 class _Parser(argparse.ArgumentParser):
@@ -99,10 +141,11 @@ class _Parser(argparse.ArgumentParser):
         raise UsageError(f"{message}\n{self.format_usage().rstrip()}")
 
 
-def _choice(known: Collection[str]) -> Callable[[str], str]:
-    """Return an argparse type for an option whose values are names."""
+def _choice(names: Collection[str], registered: Callable[[], Iterable[str]] = tuple) -> Callable[[str], str]:
+    """Return an argparse type for an option whose values are names, also names that plug-ins register."""
 
     def check(value: str) -> str:
+        known = list(dict.fromkeys([*names, *registered()]))
         if value not in known:
             raise argparse.ArgumentTypeError(f"{value!r} is not allowed; {did_you_mean(value, known)}")
         return value
@@ -123,8 +166,12 @@ def _file(text: str) -> Path:
 # explain ----------------------------------------------------------------------------------------------------
 
 
+def _registered(registry: str) -> Callable[[], Iterable[str]]:
+    """Return a function of the names in a registry of formats: none before something has imported it."""
+    return lambda: getattr(sys.modules.get("collage_fx.numerics"), registry, ())
+
+
 def _add_optimizer_options(parser: argparse.ArgumentParser) -> None:
-    formats = "; ".join(f"{fmt.name}: {fmt.precision}" for fmt in ERROR_FORMATS.values())
     add = parser.add_argument
     add(
         "--import",
@@ -137,7 +184,8 @@ def _add_optimizer_options(parser: argparse.ArgumentParser) -> None:
     add("--optimizer", required=True, help="its class, such as torch.optim.AdamW or package.module.Class")
     add("--lr", type=float, help="learning rate (default: the class's)")
     add("--kw", action="append", default=[], metavar="NAME=VALUE", help="any other argument of the class")
-    add("--dtype", type=_choice(DTYPES), default="bfloat16", help="dtype of the parameters (bfloat16)")
+    dtypes = get_args(Dtype)
+    add("--dtype", type=_choice(dtypes), default="bfloat16", help="dtype of the parameters (bfloat16)")
     add(
         "--shape",
         action="append",
@@ -145,7 +193,12 @@ def _add_optimizer_options(parser: argparse.ArgumentParser) -> None:
         help="shape of a parameter; may be repeated (64,64 and 64)",
     )
     add("--strategy", type=_choice(get_args(Strategy)), default="plus", help="none, light, plus or full")
-    add("--error-format", type=_choice(ERROR_FORMATS), help=formats)
+    formats = get_args(ErrorFormatName)
+    add(
+        "--error-format",
+        type=_choice(formats, _registered("ERROR_FORMATS")),
+        help=f"format of error terms: {', '.join(formats)} (exact; of native: mcf)",
+    )
     add("--arithmetic", type=_choice(get_args(Arithmetic)), default="wide", help="wide or native")
     add(
         "--rounding", type=_choice(get_args(Rounding)), help="dither (default of wide) or nearest (of native)"
@@ -161,7 +214,12 @@ def _add_optimizer_options(parser: argparse.ArgumentParser) -> None:
         default="summed",
         help="summed (default), which is nearer to float64 at small learning rates, or as written",
     )
-    add("--state", type=_choice(PACKED_FORMATS), help="format in which to pack state (default: not packed)")
+    packed = get_args(PackedFormatName)
+    add(
+        "--state",
+        type=_choice(packed, _registered("PACKED_FORMATS")),
+        help=f"format in which to pack state: {', '.join(packed)} (default: not packed)",
+    )
 
 
 def _add_explain_options(parser: argparse.ArgumentParser) -> None:
@@ -174,7 +232,7 @@ def _add_explain_options(parser: argparse.ArgumentParser) -> None:
     add("--html", type=_file, metavar="FILE", help="write an HTML page that also shows the graphs")
     add("--kernels", action="store_true", help="compile the step; the HTML page then shows the kernels")
     add("--code", type=_choice(("triton",)), help="print code for a GPU, which need not be present: triton")
-    architectures = imaginary_cuda.ARCHITECTURES
+    architectures = get_args(Architecture)
     known = ", ".join(architectures)
     add(
         "--arch",
@@ -185,6 +243,10 @@ def _add_explain_options(parser: argparse.ArgumentParser) -> None:
 
 
 def _explain(options: argparse.Namespace, _: list[str]) -> int:
+    from collage_fx.report import treatments
+    from collage_fx.tools.explain import explain
+    from collage_fx.tools.gpu_code import gpu_code
+
     optimizer, choices = _maker(options)(_parameters(options)), _choices(options)
     code = gpu_code(optimizer, arch=options.arch, **choices) if options.code else None
     if code is not None:
@@ -211,6 +273,10 @@ def _explain(options: argparse.Namespace, _: list[str]) -> int:
 
 def _compiled(optimizer: Optimizer, choices: dict[str, Any]) -> CollageReport:
     """Run two real steps and return their report; some optimizers create their state in the first step."""
+    import torch
+
+    from collage_fx.backend import CollageBackend
+
     backend = CollageBackend(**choices)
     step = torch.compile(optimizer.step, backend=backend)
     for _ in range(2):
@@ -231,7 +297,9 @@ def _shapes(options: argparse.Namespace) -> list[tuple[int, ...]]:
 
 
 def _parameters(options: argparse.Namespace) -> list[torch.nn.Parameter]:
-    dtype = DTYPES[options.dtype]
+    import torch
+
+    dtype = getattr(torch, options.dtype)
     return [torch.nn.Parameter(torch.ones(shape, dtype=dtype)) for shape in _shapes(options)]
 
 
@@ -258,6 +326,8 @@ def _maker(options: argparse.Namespace) -> Callable[[list[torch.nn.Parameter]], 
 
 
 def _optimizer_class(name: str) -> Any:
+    from torch.optim import Optimizer
+
     module_name, _, class_name = name.rpartition(".")
     module = _module(module_name or "torch.optim")
     classes = {
@@ -274,6 +344,7 @@ def _optimizer_class(name: str) -> Any:
 
 def _module(name: str) -> ModuleType:
     """Import a module; raise for the first part of its name that does not exist."""
+    collage_fx._complete()
     found: ModuleType | None = None
     for part in name.split("."):
         whole = part if found is None else f"{found.__name__}.{part}"
@@ -321,6 +392,8 @@ def _add_doctor_options(parser: argparse.ArgumentParser) -> None:
 
 
 def _doctor(options: argparse.Namespace, _: list[str]) -> int:
+    from collage_fx.tools import examine, patch_reasons
+
     if options.patches:
         print(patch_reasons())
         return 0
@@ -336,7 +409,8 @@ def _demo(options: argparse.Namespace, rest: list[str]) -> int:
         raise UsageError(f"the demo needs {' and '.join(missing)}: pip install 'collage-fx[demo]'")
     command = [sys.executable, str(Path(__file__).parent / "examples" / "train_gpt.py"), *rest]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}  # a checkout may not be installed
-    return subprocess.run(command, env=environment, check=False).returncode
+    status = subprocess.run(command, env=environment, check=False).returncode
+    return status if status >= 0 else 128 - status  # a signal, as a shell gives it
 
 
 # audit ------------------------------------------------------------------------------------------------------
@@ -345,15 +419,19 @@ def _demo(options: argparse.Namespace, rest: list[str]) -> int:
 def _add_audit_options(parser: argparse.ArgumentParser) -> None:
     _add_optimizer_options(parser)
     parser.add_argument(
-        "--steps", type=int, default=STEPS, help=f"steps per learning rate schedule ({STEPS})"
+        "--steps", type=int, default=AUDIT_STEPS, help=f"steps per learning rate schedule ({AUDIT_STEPS})"
     )
 
 
 def _audit(options: argparse.Namespace, _: list[str]) -> int:
+    import torch
+
+    from collage_fx.tools.audit import audit
+
     found = audit(
         _maker(options),
         shapes=_shapes(options),
-        dtype=DTYPES[options.dtype],
+        dtype=getattr(torch, options.dtype),
         steps=options.steps,
         **_choices(options),
     )
@@ -369,6 +447,8 @@ def _add_error_options(parser: argparse.ArgumentParser) -> None:
 
 
 def _error(options: argparse.Namespace, _: list[str]) -> int:
+    from collage_fx.errors import error_kinds
+
     kinds = error_kinds()
     if options.code.upper() not in kinds:
         raise UsageError(f"no error {options.code!r}; {did_you_mean(options.code, kinds)}")

@@ -15,10 +15,8 @@ the compiled step, without the frames of Dynamo and of this package, unless ``TO
 
 from __future__ import annotations
 
-import difflib
 import traceback
 import warnings
-from collections.abc import Iterable
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -386,17 +384,3 @@ def raise_or_warn(about: Any, refusal: CollageError, *, strict: bool) -> None:
 
 #: Texts of warnings already given, by optimizer or function.
 _warned: WeakKeyDictionary[Any, set[str]] = WeakKeyDictionary()
-
-
-def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """Return a hint: the known names similar to ``name``; if none is similar, the first 20 known names."""
-    known = list(known)
-    near = difflib.get_close_matches(name, known, n=3, cutoff=0.6)
-    lower = {each.lower(): each for each in known}
-    if not near and name.lower() in lower:
-        near = [lower[name.lower()]]
-    if near:
-        return f"did you mean {' or '.join(near)}?"
-    if not known:
-        return "there are none"
-    return f"known are {', '.join(known[:20])}{', …' if len(known) > 20 else ''}"

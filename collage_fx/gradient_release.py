@@ -32,10 +32,11 @@ import torch
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
+from typing_extensions import Unpack
 
 from collage_fx.capture import expect_some_gradients, stand_in_for
 from collage_fx.errors import GradientReleaseError, InvalidOptionError, UnsupportedOptimizerError
-from collage_fx.install import CompiledStep, inner_optimizers, install
+from collage_fx.install import CompiledStep, InstallOptions, inner_optimizers, install
 from collage_fx.options import refuse_unless
 from collage_fx.runtime import STAND_INS
 from collage_fx.state import clone_of, parameter_names
@@ -69,7 +70,7 @@ def step_in_backward(
     max_norm: float | None = None,
     clip: Clip = "last step",
     scaler: torch.amp.GradScaler | None = None,
-    **options: Any,
+    **options: Unpack[InstallOptions],
 ) -> GradientRelease:
     """Step each parameter in the backward pass, as soon as its gradient is complete, and free the gradient.
 

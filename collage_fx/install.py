@@ -21,6 +21,7 @@ from typing import Any, Protocol, TypeVar, cast, get_args
 
 import torch
 from torch.optim import Optimizer
+from typing_extensions import Unpack
 
 from collage_fx.backend import CollageBackend
 from collage_fx.capture import (
@@ -30,10 +31,11 @@ from collage_fx.capture import (
     refuse_devices,
     refuse_unknown_torch,
 )
+from collage_fx.choices import Strategy
 from collage_fx.errors import InvalidOptionError, UnsupportedOptimizerError
-from collage_fx.graph import Role, Strategy
+from collage_fx.graph import Role
 from collage_fx.numerics import is_low_precision
-from collage_fx.options import Options, refuse_unknown
+from collage_fx.options import GivenOptions, Options, refuse_unknown
 from collage_fx.state import (
     carry_along,
     forget_compiled,
@@ -71,7 +73,15 @@ MARK = "__collage_fx_installs__"
 Installed = TypeVar("Installed")
 
 
-def install(optimizer: Installed, *, backend: CollageBackend | None = None, **options: Any) -> Installed:
+class InstallOptions(GivenOptions, total=False):
+    """Options of :func:`install` as keywords, for functions that pass them on."""
+
+    backend: CollageBackend | None
+
+
+def install(
+    optimizer: Installed, *, backend: CollageBackend | None = None, **options: Unpack[GivenOptions]
+) -> Installed:
     """Make ``optimizer.step`` a compiled, compensated step, for every caller from now on.
 
     One line of a program: ``collage_fx.install(opt)``. The first step compiles. The bits are those of
@@ -287,7 +297,7 @@ carry_along(
 )
 
 
-def _install_class(cls: Any, backend: CollageBackend | None, options: dict[str, Any]) -> Any:
+def _install_class(cls: Any, backend: CollageBackend | None, options: GivenOptions) -> Any:
     """Install each optimizer of a class when it is made."""
     if not issubclass(cls, Optimizer) or cls.__module__.startswith("torch."):
         raise UnsupportedOptimizerError(

@@ -27,6 +27,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
+from typing_extensions import Unpack
 
 from collage_fx.errors import UnsupportedTensorError
 from collage_fx.gradient_release import (
@@ -36,7 +37,7 @@ from collage_fx.gradient_release import (
     refuse_options,
     sole_optimizer,
 )
-from collage_fx.install import install
+from collage_fx.install import InstallOptions, install
 from collage_fx.state import parameter_names, set_host_twin
 from collage_fx.torch_compat import gradient_dtype, sharding_of, version_of
 
@@ -49,7 +50,7 @@ def offload(
     max_norm: float | None = None,
     clip: Clip = "last step",
     scaler: torch.amp.GradScaler | None = None,
-    **options: Any,
+    **options: Unpack[InstallOptions],
 ) -> Offload:
     """Keep an optimizer's state and error terms in host memory, and step there, in the backward pass.
 
@@ -169,7 +170,7 @@ class Offload(GradientRelease):
         max_norm: float | None = None,
         clip: Clip = "last step",
         scaler: torch.amp.GradScaler | None = None,
-        options: dict[str, Any] | None = None,
+        options: InstallOptions | None = None,
         connect: Callable[[torch.device], Link] = link_to,
     ) -> None:
         held = [parameter for _, parameter in parameter_names(optimizer)]

@@ -6,8 +6,20 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import get_args
 
-from collage_fx.errors import InvalidOptionError, did_you_mean
-from collage_fx.graph import Arithmetic, Changes, Reason, Rounding, Strategy
+from typing_extensions import TypedDict
+
+from collage_fx.choices import (
+    Arithmetic,
+    Changes,
+    ErrorFormatName,
+    Mode,
+    PackedFormatName,
+    Rounding,
+    Strategy,
+    did_you_mean,
+)
+from collage_fx.errors import InvalidOptionError
+from collage_fx.graph import Reason
 from collage_fx.numerics import ERROR_FORMATS, PACKED_FORMATS
 from collage_fx.pipeline import PIPELINE, Pass, refuse_incomplete
 
@@ -20,7 +32,28 @@ DEFAULT_FORMATS: dict[Arithmetic, str] = {
 #: Default rounding of state without error terms, for each arithmetic.
 DEFAULT_ROUNDINGS: dict[Arithmetic, Rounding] = {"wide": "dither", "native": "nearest"}
 
-MODES = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
+MODES = get_args(Mode)
+
+
+class GivenOptions(TypedDict, total=False):
+    """Options of a :class:`~collage_fx.CollageBackend` as keywords.
+
+    In ``def f(**options: Unpack[GivenOptions])`` a type checker finds misspelt names and values. An editor
+    completes them. Names of formats that a plug-in registers are not in these types.
+    """
+
+    strategy: Strategy
+    error_format: ErrorFormatName | None
+    arithmetic: Arithmetic
+    metrics: bool
+    metrics_every: int
+    strict: bool
+    mode: Mode | None
+    rounding: Rounding | None
+    state: PackedFormatName | None
+    bytes_per_parameter: float | None
+    changes: Changes
+    passes: Sequence[Pass]
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,8 @@ from dataclasses import dataclass
 
 from torch.fx import Graph
 
-from collage_fx.errors import CollageError, FailedPassError, InvalidOptionError, did_you_mean
+from collage_fx.choices import did_you_mean
+from collage_fx.errors import CollageError, FailedPassError, InvalidOptionError
 from collage_fx.graph import StepProgram, mark_new_nodes, verify
 from collage_fx.passes.allocate import Allocate
 from collage_fx.passes.analyze import Analyze

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from tabulate import tabulate
@@ -54,7 +55,7 @@ class NearestByte(ErrorFormat):
         return hi, units.to(torch.int8)
 
 
-def displacement_error(error_format: str, steps: int, device: str) -> float:
+def displacement_error(error_format: Any, steps: int, device: str) -> float:
     """‖Δ − Δ64‖ / ‖Δ64‖, with Δ how far the weights are from their start, and Δ64 the same in float64."""
     torch.manual_seed(0)
     start = torch.randn(64, 64, device=device).bfloat16()

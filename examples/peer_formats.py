@@ -18,6 +18,7 @@ import argparse
 import math
 from collections.abc import Sequence
 from fractions import Fraction
+from typing import Any
 
 import torch
 from tabulate import tabulate
@@ -202,7 +203,7 @@ PACKED_FORMATS["fp8_lm"] = TensorScaled("fp8_lm", E4M3), TensorScaled("fp8_lm_po
 PACKED_FORMATS["coat"] = (Coat(),) * 2
 
 
-def displacement_error(state: str, steps: int, device: str) -> float:
+def displacement_error(state: Any, steps: int, device: str) -> float:
     """‖Δ − Δ32‖ / ‖Δ32‖: Δ is the displacement of the weights, Δ32 that with float32 weights and moments."""
     generator = torch.Generator(device).manual_seed(0)
     start = torch.randn(64, 256, device=device, generator=generator).bfloat16()

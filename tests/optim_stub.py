@@ -21,19 +21,19 @@ STUB = Path(optim.__file__).with_suffix(".pyi")
 HEAD = """\
 # Written by `python -m tests.optim_stub`; not to be edited.
 
-from collections.abc import Mapping
-from typing import Any, TypeAlias, TypeVar, overload
+from typing import TypeAlias, TypeVar, overload
 
 import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
 from collage_fx.backend import CollageBackend
+from collage_fx.options import GivenOptions
 
 __all__: list[str]
 
 _Optimizer = TypeVar("_Optimizer", bound=torch.optim.Optimizer)
-_Collage: TypeAlias = Mapping[str, Any] | CollageBackend | None
+_Collage: TypeAlias = GivenOptions | CollageBackend | None
 
 @overload
 def of(optimizer: type[_Optimizer]) -> type[_Optimizer]: ...

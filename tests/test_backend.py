@@ -1,10 +1,12 @@
 from __future__ import annotations
 
 import importlib.metadata
+import inspect
 import logging
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from dataclasses import fields
 from typing import Any
 
 import pytest
@@ -14,6 +16,8 @@ from torch._dynamo.utils import counters
 import collage_fx
 from collage_fx import CollageBackend, CollageError, backend_for, collage_backend, error_terms, full_value
 from collage_fx.capture import watch
+from collage_fx.choices import Mode
+from collage_fx.options import GivenOptions, Options
 from tests.support.training import (
     Descent,
     compiled,
@@ -61,7 +65,7 @@ def test_unknown_option_is_refused_with_those_that_exist() -> None:
     with pytest.raises(
         ValueError, match=r"unknown option 'stratgy'[\s\S]*strategy, error_format, arithmetic"
     ):
-        backend_for(stratgy="plus")
+        backend_for(stratgy="plus")  # type: ignore[call-arg]
 
 
 def test_repr_says_the_options() -> None:
@@ -118,7 +122,7 @@ def test_options_beside_a_backend_object_are_refused() -> None:
     ],
 )
 def test_mode_reaches_inductor_and_works_on_cpu(
-    where: str, mode: str, settings: dict[str, bool], monkeypatch: pytest.MonkeyPatch
+    where: str, mode: Mode, settings: dict[str, bool], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     met: list[dict[str, bool]] = []
 
@@ -462,3 +466,12 @@ def test_installing_the_hooks_again_leaves_one_layer() -> None:
     run_steps(compiled(optimizer), params, [0])
     keys = [f"collage_fx.parameter.exact.{name}" for name in ("rest", "count", "fingerprint")]
     assert list(optimizer.state_dict()["state"][0]) == keys
+
+
+def test_options_are_listed_alike() -> None:
+    """As arguments of the backend, as keywords for type checkers, and as they are kept: names and types."""
+    arguments = {
+        name: parameter.annotation for name, parameter in inspect.signature(CollageBackend).parameters.items()
+    }
+    assert {name: each.__forward_arg__ for name, each in GivenOptions.__annotations__.items()} == arguments
+    assert list(arguments) == [each.name for each in fields(Options)]

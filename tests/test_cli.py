@@ -8,17 +8,22 @@ import re
 import subprocess
 import sys
 import warnings
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, get_args
+from unittest import mock
 
 import pytest
 import torch
 from torch._inductor import config
 
+import collage_fx
+from collage_fx import choices, cli
 from collage_fx.cli import main
+from collage_fx.numerics import ERROR_FORMATS, PACKED_FORMATS
 from collage_fx.tools import doctor
-from collage_fx.torch_compat import PATCHES
+from collage_fx.torch_compat import PATCHES, imaginary_cuda
 from collage_fx.torch_compat.patching import Patch
 from tests.support.substitutes import doctor_compiles, doctor_expects, doctor_finds, without_pinning
 
@@ -232,6 +237,98 @@ def test_the_demo_says_what_it_lacks(
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     assert main(["demo"]) == 2
     assert "pip install 'collage-fx[demo]'" in capsys.readouterr().err
+
+
+#: Start of the console script, with one argument.
+SCRIPT = "import sys; sys.argv = ['/usr/bin/collage-fx', {!r}]; from collage_fx.cli import main; exit(main())"
+MODULE = ("-m", "collage_fx")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "status"),
+    [
+        ((*MODULE, "--help"), 0),
+        ((*MODULE, "--version"), 0),
+        ((*MODULE, "explain", "--help"), 0),
+        ((*MODULE, "audit", "--help"), 0),
+        ((*MODULE, "doctor", "--help"), 0),
+        ((*MODULE, "explan"), 2),
+        ((*MODULE, "explain", "--optimizer", "SGD", "--strategy", "pluss"), 2),
+        ((*MODULE, "explain", "--optimizer", "SGD", "--error-format", "exakt"), 2),
+        ((*MODULE, "explain", "--optimizer", "SGD", "--stratgy", "plus"), 2),
+        (("-c", SCRIPT.format("--help")), 0),
+        (("-c", SCRIPT.format("explan")), 2),
+    ],
+    ids=lambda value: str(value) if isinstance(value, int) else " ".join(value)[-40:],
+)
+def test_help_and_mistakes_need_no_torch(arguments: tuple[str, ...], status: int) -> None:
+    command = [sys.executable, "-X", "importtime", *arguments]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == status, done.stderr
+    imported = re.findall(r"^import time: .* (\S+)$", done.stderr, re.MULTILINE)
+    assert "collage_fx.choices" in imported
+    assert {"torch", "sympy", "tabulate"}.isdisjoint(imported)
+
+
+def test_versions(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["--version"])
+    assert not ended.value.code
+    told = capsys.readouterr().out
+    assert told.startswith(f"collage-fx {collage_fx.__version__} (torch {torch.__version__}, Python 3.")
+
+
+def test_help_says_what_exit_statuses_mean(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["--help"])
+    told = " ".join(capsys.readouterr().out.split())
+    for status in (0, cli.FAILED, cli.MISUSED, cli.INTERRUPTED):
+        assert f"{status} = " in told
+
+
+def test_the_package_is_whole_when_a_command_runs() -> None:
+    """And in any other program at once, with what it changes in torch."""
+    program = """
+import sys
+sys.argv = ["/usr/bin/collage-fx"]
+import collage_fx
+print("full_value" in dir(collage_fx))
+collage_fx._complete()
+print(set(collage_fx.__all__) <= set(dir(collage_fx)), callable(collage_fx.install))
+from collage_fx.torch_compat import PATCHES
+print(sorted(each.name for each in PATCHES if each.is_needed and each.is_in_place))
+"""
+    lazy, eager = (
+        subprocess.run(
+            [sys.executable, "-c", each], cwd=ROOT, capture_output=True, text=True, check=True
+        ).stdout.splitlines()
+        for each in (program, program.replace("/usr/bin/collage-fx", "train.py"))
+    )
+    assert lazy[0] == "False"
+    assert eager[0] == "True"
+    assert lazy[1:] == eager[1:]
+    assert lazy[1] == "True True"
+    assert "flat-states" in lazy[2]
+
+
+def test_an_interrupted_command_is_no_traceback(capsys: pytest.CaptureFixture[str]) -> None:
+    def interrupted(*_: Any) -> int:
+        raise KeyboardInterrupt
+
+    with mock.patch.dict(cli.COMMANDS, doctor=replace(cli.COMMANDS["doctor"], run=interrupted)):
+        assert main(["doctor"]) == cli.INTERRUPTED
+    assert capsys.readouterr().err == ""
+
+
+def test_names_in_types_are_those_that_are_registered() -> None:
+    """Types cannot be made of what is registered when a program runs."""
+    for names, known in (
+        (choices.ErrorFormatName, ERROR_FORMATS),
+        (choices.PackedFormatName, PACKED_FORMATS),
+        (choices.Architecture, imaginary_cuda.ARCHITECTURES),
+    ):
+        assert list(get_args(names)) == list(known)
+    assert all(isinstance(getattr(torch, name), torch.dtype) for name in get_args(choices.Dtype))
 
 
 def test_it_runs_as_a_module() -> None:

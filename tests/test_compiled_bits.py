@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch._inductor.utils import fresh_cache, run_and_get_code
 
-from collage_fx.graph import Arithmetic, Strategy
+from collage_fx.choices import Arithmetic, Strategy
 from collage_fx.runtime.batches import job_size
 from collage_fx.tools.audit import audit
 from tests.support.agreement import assert_half_ulp, assert_same, differences, trajectory

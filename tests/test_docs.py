@@ -6,6 +6,7 @@ import re
 import shlex
 from fractions import Fraction
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -146,7 +147,7 @@ def bytes_in_tables() -> list[tuple[str, str, float]]:
 @pytest.mark.parametrize(("page", "options", "count"), bytes_in_tables())
 def test_bytes_are_those_of_a_report(page: str, options: str, count: float) -> None:
     if "=" not in options:
-        given = {"strategy": options}
+        given: dict[str, Any] = {"strategy": options}
     else:
         given = eval(f"dict({options})", {"dict": dict})
         if "state" in given:

@@ -232,7 +232,7 @@ def test_frames_of_a_closure_are_kept() -> None:
     p = Parameter(torch.ones(8, dtype=torch.bfloat16))
 
     def closure() -> float:
-        install(torch.optim.SGD([p], lr=0.1), strategy="pluss")
+        install(torch.optim.SGD([p], lr=0.1), strategy="pluss")  # type: ignore[arg-type]
         return 0.0
 
     optimizer = install(torch.optim.SGD([p], lr=0.1))

@@ -80,7 +80,7 @@ def test_options_are_those_of_the_backend() -> None:
     with pytest.raises(CollageError, match="a backend, and options"):
         install(optimizer, backend=shared, strategy="plus")
     with pytest.raises(CollageError, match="strateggy'; did you mean strategy"):
-        install(optimizer, strateggy="plus")
+        install(optimizer, strateggy="plus")  # type: ignore[call-arg]
     assert backend_of(optimizer).options.strategy == "light"
 
 

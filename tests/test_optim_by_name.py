@@ -74,7 +74,7 @@ def test_options() -> None:
     backend = CollageBackend(strategy="light")
     assert collage_fx.backend_of(optim.SGD(parameters(), lr=0.1, collage=backend)) is backend
     assert collage_fx.backend_of(optim.SGD(parameters(), lr=0.1)).options == CollageBackend().options
-    options = MappingProxyType({"strategy": "light"})  # no dict, as the containers of OmegaConf
+    options: Any = MappingProxyType({"strategy": "light"})  # no dict, as the containers of OmegaConf
     optimizer = pickle.loads(pickle.dumps(optim.SGD(parameters(), lr=0.1, collage=options)))
     assert collage_fx.backend_of(optimizer).options.strategy == "light"
     wrong: Any

@@ -170,7 +170,7 @@ def test_a_zeroed_sum_starts_from_zero(fmt: ErrorFormat) -> None:
 def test_reports_and_commands_know_it(
     fmt: ErrorFormat, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    report = explain(adamw(parameters(shapes=SHAPES)), error_format=fmt.name)
+    report = explain(adamw(parameters(shapes=SHAPES)), error_format=fmt.name)  # type: ignore[arg-type]
     first = report.tensors[0]
     assert (first.error_format, first.error_bytes) == (fmt.name, BYTES[fmt.name])
     assert f"<td>full, in {fmt.name}" in report.to_html()

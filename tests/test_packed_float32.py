@@ -20,8 +20,8 @@ from torch.nn.parallel import DistributedDataParallel
 import collage_fx
 from collage_fx import CollageBackend, audit, error_terms, explain, full_value, install
 from collage_fx.budgets import TOLERANCE
+from collage_fx.choices import Strategy
 from collage_fx.errors import InvalidOptionError
-from collage_fx.graph import Strategy
 from collage_fx.numerics import PACKED_FORMATS
 from collage_fx.state.error_terms import record_of
 from collage_fx.state.packed import is_packed
@@ -162,7 +162,7 @@ def test_parameters_of_two_dtypes_in_one_group_have_the_bits_of_two_optimizers(s
 
 
 @each_state
-def test_gradients_that_come_and_go(state: str) -> None:
+def test_gradients_that_come_and_go(state: Any) -> None:
     """A parameter without a gradient keeps its state and its phase: the bits of an optimizer of its own."""
     shapes = ((64, 96), (64, 96), (128, 64), (64, 96))
     given = [[0, 1, 2, 3], [0, 2], [1, 2, 3], [], [0, 1, 3], [2], [0, 1, 2, 3], [0], [3, 1]]
@@ -479,7 +479,7 @@ def whole(tensor: Tensor) -> Tensor:
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor.clone()
 
 
-def parallel(kind: str, state: str) -> tuple[list[Any], dict[str, Tensor], list[bool]]:
+def parallel(kind: str, state: Any) -> tuple[list[Any], dict[str, Tensor], list[bool]]:
     """Gradients of each step, all that is left, and what is packed; with a save and a load in the middle."""
     torch._dynamo.reset()
     made: nn.Module = model()
@@ -511,7 +511,7 @@ def parallel(kind: str, state: str) -> tuple[list[Any], dict[str, Tensor], list[
 
 @pytest.mark.parametrize("kind", ["ddp", "fsdp2"])
 @pytest.mark.parametrize("state", ["block8", "bf16"])
-def test_processes_leave_the_bits_of_one(two_processes: Processes, kind: str, state: str) -> None:
+def test_processes_leave_the_bits_of_one(two_processes: Processes, kind: str, state: Any) -> None:
     first, *others = two_processes.run(parallel, kind, state)
     gradients, left, packed = first
     torch._dynamo.reset()

@@ -36,7 +36,7 @@ from collage_fx import (
     load_full_state_dict,
     save_full_state_dict,
 )
-from collage_fx.graph import Rounding
+from collage_fx.choices import Rounding
 from collage_fx.state.optimizers import state_tensors
 from tests.support.processes import Processes
 from tests.support.training import compiled, differences, everything, run_steps

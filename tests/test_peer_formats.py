@@ -192,7 +192,7 @@ def moments_of(optimizer: torch.optim.Optimizer) -> list[Tensor]:
 # In pieces. -----------------------------------------------------------------------------------------------
 
 
-def in_pieces(state: str) -> list[str]:
+def in_pieces(state: Any) -> list[str]:
     """Why state of a matrix of which each process has half the rows is packed or not."""
     torch._dynamo.reset()
     mesh = init_device_mesh("cpu", (2,))
@@ -226,7 +226,7 @@ def test_the_error_of_an_option_says_what_to_import(
     with pytest.raises(
         InvalidOptionError, match=r"import .* collage_fx\.examples\.peer_formats has .* 'coat'"
     ):
-        CollageBackend(state="coat")
+        CollageBackend(state="coat")  # type: ignore[arg-type]
     assert main(explained()) == 2
     assert "'coat' is not allowed" in capsys.readouterr().err
 

@@ -19,22 +19,24 @@ ROOT = Path(collage_fx.__file__).parent
 
 #: A room -> the rooms that its files may import from. ``collage_fx/__init__.py`` is ``__init__``.
 LAW: dict[str, set[str]] = {
+    "choices": set(),
     "torch_compat": set(),
     "numerics": set(),
     "errors": {"torch_compat"},
-    "graph": {"torch_compat", "numerics", "errors"},
+    "graph": {"choices", "torch_compat", "numerics", "errors"},
     "passes": {"graph", "numerics"},
-    "pipeline": {"passes", "graph", "errors"},
-    "options": {"pipeline", "graph", "numerics", "errors"},
+    "pipeline": {"choices", "passes", "graph", "errors"},
+    "options": {"choices", "pipeline", "graph", "numerics", "errors"},
     "codegen": {"torch_compat", "numerics", "graph"},
-    "state": {"torch_compat", "numerics", "errors", "graph", "codegen"},
+    "state": {"choices", "torch_compat", "numerics", "errors", "graph", "codegen"},
     "runtime": {"torch_compat", "numerics", "errors", "graph", "codegen", "state"},
     "metrics": {"torch_compat", "numerics", "errors", "graph", "state", "runtime"},
     "capture": {"torch_compat", "numerics", "errors", "graph", "codegen", "state", "runtime"},
-    "lowering": {"torch_compat", "numerics", "errors", "graph", "codegen", "runtime"},
-    "budgets": {"pipeline", "graph", "numerics", "errors"},
+    "lowering": {"choices", "torch_compat", "numerics", "errors", "graph", "codegen", "runtime"},
+    "budgets": {"choices", "pipeline", "graph", "numerics", "errors"},
     "report": {"torch_compat", "numerics", "errors", "graph", "state", "metrics", "pipeline", "budgets"},
 }
+LAW["report"] |= {"choices"}
 LAW["compilation"] = {*LAW, "compilation"} - {"passes", "compilation"}
 LAW["backend"] = {*LAW} - {"passes", "backend"}
 LAW["install"] = {*LAW} - {"passes"}

@@ -16,8 +16,8 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distr
 from torch.nn import Parameter
 
 from collage_fx import CollageBackend, CollageError, error_terms, full_value, load_full_state_dict
+from collage_fx.choices import Rounding, Strategy
 from collage_fx.errors import UnsupportedTensorError
-from collage_fx.graph import Rounding, Strategy
 from collage_fx.state import adopt, record_of
 from collage_fx.torch_compat import local_tensor
 from tests.support.processes import Processes

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from collage_fx import CollageBackend, error_terms
-from collage_fx.graph.program import Arithmetic
+from collage_fx.choices import Arithmetic
 from collage_fx.state.error_terms import record_of
 from collage_fx.state.optimizers import state_tensors
 from tests.support.twin import TwinBackend

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from collage_fx import CollageBackend
+from collage_fx.choices import ErrorFormatName
 from tests.support.figures import Record, note
 from tests.support.update_error import decay_achieved, displacement, second_moment_errors
 
@@ -40,7 +41,7 @@ def test_plain_bfloat16_hardly_moves(record_property: Record) -> None:
     ],
 )
 def test_displacement(
-    strategy: Any, error_format: str, dtype: torch.dtype, bound: float, record_property: Record
+    strategy: Any, error_format: ErrorFormatName, dtype: torch.dtype, bound: float, record_property: Record
 ) -> None:
     met = displacement(CollageBackend(strategy, error_format), dtype=dtype)
     note(record_property, f"displacement error, {strategy} {error_format} wide {dtype}", met.error)

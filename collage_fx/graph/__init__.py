@@ -77,17 +77,13 @@ from collage_fx.graph.operators import (
     values_of_update,
 )
 from collage_fx.graph.program import (
-    Arithmetic,
-    Changes,
     InputInfo,
     Kind,
     ReadExpansion,
     Recurrence,
     Role,
-    Rounding,
     StateTensor,
     StepProgram,
-    Strategy,
 )
 from collage_fx.graph.recurrence import judge, read_recurrence
 from collage_fx.graph.retype import Retyper
@@ -105,8 +101,6 @@ __all__ = [
     "PASS_MARK",
     "SUPPORTED",
     "WAYS",
-    "Arithmetic",
-    "Changes",
     "GraphEditor",
     "InputInfo",
     "Kind",
@@ -117,12 +111,10 @@ __all__ = [
     "Repetition",
     "Retyper",
     "Role",
-    "Rounding",
     "Route",
     "Signs",
     "StateTensor",
     "StepProgram",
-    "Strategy",
     "Sums",
     "Unit",
     "assignments",

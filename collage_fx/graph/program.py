@@ -5,22 +5,18 @@ from __future__ import annotations
 import enum
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 import torch
 from torch.fx import GraphModule, Node
 
+from collage_fx.choices import Arithmetic, Changes, Rounding, Strategy
 from collage_fx.graph.families import Repetition
 from collage_fx.graph.nodes import copies_to_inputs, copy_of, placeholders, stored, tensor_value
 from collage_fx.numerics import ErrorFormat, FloatFormat, storage_format
 
 if TYPE_CHECKING:
     import sympy
-
-Strategy = Literal["none", "light", "plus", "full"]
-Arithmetic = Literal["wide", "native"]
-Rounding = Literal["nearest", "dither"]
-Changes = Literal["summed", "as written"]
 
 
 class Role(enum.Enum):

@@ -6,15 +6,18 @@ from typing import Any
 
 import torch
 from torch.optim import Optimizer
+from typing_extensions import Unpack
 
 from collage_fx.errors import InvalidOptionError
 from collage_fx.gradient_release import step_in_backward
-from collage_fx.install import install
+from collage_fx.install import InstallOptions, install
 
 __all__ = ["prepare"]
 
 
-def prepare(accelerator: Any, *objects: Any, in_backward: bool = False, **options: Any) -> Any:
+def prepare(
+    accelerator: Any, *objects: Any, in_backward: bool = False, **options: Unpack[InstallOptions]
+) -> Any:
     """Call ``accelerator.prepare(*objects)`` after installing all optimizers among the objects.
 
     The model must be in bfloat16 or float16. ``save_state`` and ``load_state`` keep the error terms.

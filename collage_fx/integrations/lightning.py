@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
+from typing_extensions import Unpack
+
 from collage_fx.backend import CollageBackend
 from collage_fx.errors import InvalidOptionError
 from collage_fx.gradient_release import step_in_backward
 from collage_fx.install import install
+from collage_fx.options import GivenOptions
 
 try:
     from lightning.pytorch import Callback
@@ -32,7 +35,7 @@ class CollageCallback(Callback):  # type: ignore[misc]  # Lightning has no types
         backend: the backend, for ``backend.report()``.
     """
 
-    def __init__(self, *, in_backward: bool = False, **options: Any) -> None:
+    def __init__(self, *, in_backward: bool = False, **options: Unpack[GivenOptions]) -> None:
         self.backend = CollageBackend(**options)
         self.in_backward = in_backward
 

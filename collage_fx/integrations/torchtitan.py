@@ -7,8 +7,10 @@ from typing import Any
 
 from torchtitan.components.optimizer import OptimizersContainer
 from torchtitan.components.optimizer.utils import init_optim_state, load_flat_optim_state_dict
+from typing_extensions import Unpack
 
 from collage_fx.install import install
+from collage_fx.options import GivenOptions
 from collage_fx.state import load_flat
 
 __all__ = ["CollageOptimizers", "collage"]
@@ -41,7 +43,7 @@ class CollageOptimizers(OptimizersContainer):  # type: ignore[misc]  # torchtita
             load_flat(optimizer, state_dict, load_flat_optim_state_dict)
 
 
-def collage(config: OptimizersContainer.Config, **options: Any) -> CollageOptimizers.Config:
+def collage(config: OptimizersContainer.Config, **options: Unpack[GivenOptions]) -> CollageOptimizers.Config:
     """Return a configuration like ``config``, with compensated optimizers.
 
     In the configuration of a job: ``optimizer=collage(default_adamw(lr=3e-4))``, with
@@ -52,4 +54,4 @@ def collage(config: OptimizersContainer.Config, **options: Any) -> CollageOptimi
         options: options of :func:`collage_fx.install`, such as ``strategy="light"``.
     """
     same = {each.name: getattr(config, each.name) for each in fields(config)}
-    return CollageOptimizers.Config(**same, collage=options)
+    return CollageOptimizers.Config(**same, collage=dict(options))

@@ -6,10 +6,12 @@ from typing import Any
 
 from accelerate.state import GradientState
 from transformers import TrainerCallback
+from typing_extensions import Unpack
 
 from collage_fx.backend import CollageBackend
 from collage_fx.gradient_release import step_in_backward
 from collage_fx.install import install
+from collage_fx.options import GivenOptions
 
 __all__ = ["CollageCallback"]
 
@@ -31,7 +33,7 @@ class CollageCallback(TrainerCallback):  # type: ignore[misc]  # its types are n
         backend: the backend, for ``backend.report()``.
     """
 
-    def __init__(self, *, in_backward: bool = False, **options: Any) -> None:
+    def __init__(self, *, in_backward: bool = False, **options: Unpack[GivenOptions]) -> None:
         self.backend = CollageBackend(**options)
         self.in_backward = in_backward
 

@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 from torch.fx import Graph, GraphModule
 
+from collage_fx.choices import Arithmetic
 from collage_fx.codegen import REVISION
 from collage_fx.errors import FailedLoweringError, InvalidOptionError, warn
 from collage_fx.graph import (
     WAYS,
-    Arithmetic,
     InputInfo,
     Reason,
     Reasons,

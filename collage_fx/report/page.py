@@ -14,7 +14,7 @@ from typing import get_args
 import torch
 from tabulate import tabulate
 
-from collage_fx.graph import Strategy
+from collage_fx.choices import Strategy
 from collage_fx.metrics import Metrics, UpdateQuality
 from collage_fx.numerics import ERROR_FORMATS
 from collage_fx.pipeline import Stage

@@ -26,13 +26,15 @@ import torch
 from tabulate import tabulate
 from torch import Tensor
 from torch.optim import Optimizer
+from typing_extensions import Unpack
 
 from collage_fx.backend import CollageBackend
+from collage_fx.choices import AUDIT_STEPS
 from collage_fx.errors import CollageError, InvalidOptionError
 from collage_fx.graph import Role
 from collage_fx.install import install
 from collage_fx.numerics import STORAGE_FORMATS
-from collage_fx.options import refuse_unknown
+from collage_fx.options import GivenOptions, refuse_unknown
 from collage_fx.state import bytes_held, full_value, known_tensors
 from collage_fx.state.error_terms import error_terms
 from collage_fx.torch_compat import conversions, forget_counts, recompile_reasons
@@ -54,8 +56,7 @@ MOST_OF_PACKED = 0.1
 
 #: Default shapes, a matrix and a vector: enough for optimizers that treat them differently.
 SHAPES = ((24, 16), (16,))
-#: Default number of steps: enough for scheduled numbers to change, and for work done in every fifth step.
-STEPS = 40
+STEPS = AUDIT_STEPS
 #: Fewest steps: under the second schedule, the first and the last step have learning rate 0.
 FEWEST_STEPS = 3
 WARM_UP = 10
@@ -203,7 +204,7 @@ def audit(
     dtype: torch.dtype = torch.bfloat16,
     steps: int = STEPS,
     schedules: Mapping[str, Schedule | None] = SCHEDULES,
-    **options: Any,
+    **options: Unpack[GivenOptions],
 ) -> Audit:
     """Measure how precise an optimizer is in low precision: 4 to 7 runs per schedule, mostly half a minute.
 

@@ -23,6 +23,7 @@ from tabulate import tabulate
 from torch import Tensor
 
 from collage_fx.backend import CollageBackend
+from collage_fx.choices import ErrorFormatName
 from collage_fx.graph import SUPPORTED, device_facts
 from collage_fx.numerics import ERROR_FORMATS
 from collage_fx.state import full_value
@@ -204,7 +205,7 @@ def roundings_survive(device: str, dtype: torch.dtype) -> Finding:
     return Finding(device, name, True, f"{kept} of {ELEMENTS} weights hold bits in their error terms")
 
 
-def _compiled_steps(weights: Tensor, gradients: Tensor, error_format: str) -> tuple[Tensor, str]:
+def _compiled_steps(weights: Tensor, gradients: Tensor, error_format: ErrorFormatName) -> tuple[Tensor, str]:
     """Return the parameter after some steps, and why they were not compiled (empty if they were)."""
     p = torch.nn.Parameter(weights.clone())
     p.grad = gradients

@@ -10,6 +10,7 @@ from typing import Any, cast
 import torch
 from torch.fx import GraphModule, Node
 from torch.optim import Optimizer
+from typing_extensions import Unpack
 
 from collage_fx.backend import CollageBackend
 from collage_fx.capture import hide_progress
@@ -26,13 +27,13 @@ from collage_fx.graph import (
 )
 from collage_fx.lowering import Lowered, interpreted, rules_of, why_not_compiled
 from collage_fx.numerics import STORAGE_FORMATS, is_low_precision
-from collage_fx.options import refuse_unknown
+from collage_fx.options import GivenOptions, refuse_unknown
 from collage_fx.report import CollageReport
 from collage_fx.state import clone_of, known_tensors
 from collage_fx.torch_compat import is_in_dynamo
 
 
-def explain(optimizer: Optimizer, **options: Any) -> CollageReport:
+def explain(optimizer: Optimizer, **options: Unpack[GivenOptions]) -> CollageReport:
     """Report what compiling ``optimizer.step`` would do, like ``backend.report()``, without taking a step.
 
     A deep copy of the optimizer, with zero gradients, takes the step: captured, and run operation by

@@ -10,11 +10,13 @@ import torch
 from tabulate import tabulate
 from torch.fx import GraphModule
 from torch.optim import Optimizer
+from typing_extensions import Unpack
 
-from collage_fx.errors import InvalidOptionError, did_you_mean
+from collage_fx.choices import Architecture, did_you_mean
+from collage_fx.errors import InvalidOptionError
 from collage_fx.graph import Reason, Role, StepProgram, placeholders, tensor_value
 from collage_fx.lowering import Lowered, step_in_parts, why_not_compiled
-from collage_fx.options import refuse_unknown
+from collage_fx.options import GivenOptions, refuse_unknown
 from collage_fx.report import CollageReport
 from collage_fx.runtime import Kernel, Launch, StepInParts
 from collage_fx.tools.explain import CaptureOnly, captured
@@ -138,7 +140,9 @@ class GpuCode:
         return "\n\n\n".join([self.to_table(), *sources])
 
 
-def gpu_code(optimizer: Optimizer, *, arch: str = "sm_90", **options: Any) -> GpuCode:
+def gpu_code(
+    optimizer: Optimizer, *, arch: Architecture = "sm_90", **options: Unpack[GivenOptions]
+) -> GpuCode:
     """Return the Triton kernels that a GPU would run for ``optimizer.step``, with facts from the compilers.
 
     No GPU is needed: the step is captured as in :func:`~collage_fx.explain`, moved to an imaginary GPU, and
@@ -185,7 +189,7 @@ class _OnGpu(CaptureOnly):
 
     step: StepInParts | Reason
 
-    def __init__(self, arch: str, **options: Any) -> None:
+    def __init__(self, arch: Architecture, **options: Unpack[GivenOptions]) -> None:
         super().__init__(**options)
         self.arch = arch
         self.step = Reason("the step has nothing to compensate")

@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 
 from collage_fx import CollageBackend, full_value
 from collage_fx.capture.recording import Request, record
+from collage_fx.choices import PackedFormatName
 from collage_fx.errors import InvalidOptionError
 from collage_fx.numerics import ERROR_FORMATS
 from collage_fx.state import held_per_parameter
@@ -120,7 +121,7 @@ def moments(optimizer: Optimizer) -> list[Tensor]:
 
 
 @pytest.mark.parametrize("state", ["block16", "block8"])
-def test_packed_state_is_refused_before_the_first_recorded_step(state: str) -> None:
+def test_packed_state_is_refused_before_the_first_recorded_step(state: PackedFormatName) -> None:
     params = parameters(shapes=SHAPES)
     optimizer = Adam(params)
     before = everything(optimizer)

@@ -10,13 +10,13 @@ from torch.nn import Parameter
 from torch.testing._internal.two_tensor import TwoTensor
 
 from collage_fx import CollageBackend, error_terms, full_value, install
+from collage_fx.choices import Strategy
 from collage_fx.errors import (
     AliasedStateError,
     UnsupportedOptimizerError,
     UnsupportedTensorError,
     UnsupportedTorchError,
 )
-from collage_fx.graph.program import Strategy
 from tests.support.refusals import refused
 from tests.support.substitutes import torch_without
 from tests.support.training import (

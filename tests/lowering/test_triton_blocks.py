@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from collage_fx import CollageBackend
+from collage_fx.choices import PackedFormatName
 from collage_fx.lowering import kernels
 from collage_fx.lowering.lower import inductor_settings
 from collage_fx.lowering.rule_graphs import graph_of
@@ -22,7 +23,7 @@ pytestmark = pytest.mark.skipif(
 )
 
 
-def rule_with_blocks(state: str) -> Rule:
+def rule_with_blocks(state: PackedFormatName) -> Rule:
     """That of an AdamW step."""
     parameters = [torch.nn.Parameter(torch.randn(128, 64).bfloat16()) for _ in range(2)]
     optimizer = torch.optim.AdamW(parameters, lr=1e-3)
@@ -37,7 +38,7 @@ def rule_with_blocks(state: str) -> Rule:
 
 
 @pytest.mark.parametrize("state", ["block8", "block16"])
-def test_a_step_is_one_kernel_that_reads_each_byte_once(state: str) -> None:
+def test_a_step_is_one_kernel_that_reads_each_byte_once(state: PackedFormatName) -> None:
     """A persistent reduction: a program holds whole blocks, and keeps nothing but results in memory."""
     scope = SymbolicScope()
     rule = rule_with_blocks(state)

@@ -7,7 +7,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from collage_fx.graph.program import Kind, StateTensor, Strategy
+from collage_fx.choices import Strategy
+from collage_fx.graph.program import Kind, StateTensor
 from tests.support.programs import after, captured
 
 

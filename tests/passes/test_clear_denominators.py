@@ -12,8 +12,9 @@ from torch import Tensor
 from torch.optim.lr_scheduler import LambdaLR
 
 from collage_fx import full_value
+from collage_fx.choices import Arithmetic
 from collage_fx.graph import graph_text
-from collage_fx.graph.program import Arithmetic, StepProgram
+from collage_fx.graph.program import StepProgram
 from collage_fx.passes.clear_denominators import ClearDenominators
 from collage_fx.passes.normalize import Normalize
 from tests.support.programs import after, captured, only

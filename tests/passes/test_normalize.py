@@ -12,8 +12,9 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.torch_version import TorchVersion
 
 from collage_fx import error_terms
+from collage_fx.choices import Arithmetic
 from collage_fx.graph import OPERATORS
-from collage_fx.graph.program import Arithmetic, InputInfo, Role, StepProgram
+from collage_fx.graph.program import InputInfo, Role, StepProgram
 from collage_fx.graph.text import graph_text
 from collage_fx.numerics.error_formats import ERROR_FORMATS
 from collage_fx.passes.normalize import Normalize

@@ -10,8 +10,9 @@ import torch
 from expecttest import assert_expected_inline
 from torch import Tensor
 
+from collage_fx.choices import Changes
 from collage_fx.graph import graph_text
-from collage_fx.graph.program import Changes, StepProgram
+from collage_fx.graph.program import StepProgram
 from collage_fx.passes.normalize import Normalize
 from collage_fx.passes.refine_numbers import RefineNumbers
 from collage_fx.passes.widen import Widen

@@ -13,7 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from collage_fx.graph import Rounding, graph_text
+from collage_fx.choices import Rounding
+from collage_fx.graph import graph_text
 from collage_fx.graph.program import StepProgram
 from collage_fx.passes.normalize import Normalize
 from collage_fx.passes.sum_changes import SumChanges

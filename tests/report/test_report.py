@@ -9,7 +9,8 @@ import torch
 from torch.fx import GraphModule
 
 from collage_fx import CollageBackend, CollageReport, explain
-from collage_fx.graph.program import Kind, Role, Strategy
+from collage_fx.choices import Strategy
+from collage_fx.graph.program import Kind, Role
 from collage_fx.report.tables import TEXT_WIDTH, section
 from collage_fx.report.tensors import TensorReport, treatments
 from tests.support.training import Descent, parameters, run_steps

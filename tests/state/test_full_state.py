@@ -23,6 +23,7 @@ from collage_fx import (
     load_full_state_dict,
     save_full_state_dict,
 )
+from collage_fx.choices import ErrorFormatName
 from collage_fx.errors import (
     CheckpointMismatchError,
     ConflictingErrorFormatError,
@@ -52,7 +53,7 @@ VIEWS: dict[str, Callable[[Tensor], Tensor]] = {
     ("cuts", "error_format"),
     [((0, 48), "exact"), ((0, 20, 48), "fp32"), ((8, 31), "mcf"), ((0, 20, 48), "byte")],
 )
-def test_views_of_flat_buffers_that_are_stepped(cuts: tuple[int, ...], error_format: str) -> None:
+def test_views_of_flat_buffers_that_are_stepped(cuts: tuple[int, ...], error_format: ErrorFormatName) -> None:
     """As DeepSpeed, FSDP1 and Megatron have them; the optimizer steps the buffer, or slices of it."""
     flat = torch.randn(48, generator=torch.Generator().manual_seed(0)).bfloat16()
     stepped = [nn.Parameter(flat[first:last]) for first, last in pairwise(cuts)]

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from collage_fx import CollageBackend
-from collage_fx.graph.program import Arithmetic, Strategy
+from collage_fx.choices import Arithmetic, Strategy
 from collage_fx.state.error_terms import record_of
 
 __all__ = ["Case", "CompiledOptimizer", "Tensors", "gradients"]

@@ -9,8 +9,9 @@ import torch
 from functorch import make_fx
 from torch import Tensor
 
+from collage_fx.choices import Arithmetic, Strategy
 from collage_fx.graph import Reason
-from collage_fx.graph.program import Arithmetic, InputInfo, Role, StepProgram, Strategy
+from collage_fx.graph.program import InputInfo, Role, StepProgram
 from collage_fx.lowering.parts import parts_of
 from collage_fx.lowering.rules import Rule, rule_of
 from collage_fx.numerics.error_formats import ERROR_FORMATS

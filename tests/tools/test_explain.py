@@ -103,7 +103,7 @@ def test_options_are_the_backends() -> None:
     assert {row.error_format for row in explain(optimizer, error_format="fp32").tensors} == {"fp32"}
     assert not any(row.compensated for row in explain(optimizer, strategy="none").tensors)
     with pytest.raises(ValueError, match="'light'"):
-        explain(optimizer, strategy="heavy")
+        explain(optimizer, strategy="heavy")  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("asked", [explain, gpu_code])

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from collage_fx import gpu_code
+from collage_fx.choices import Architecture
 from collage_fx.cli import main
 from collage_fx.errors import InvalidOptionError
 from collage_fx.torch_compat import imaginary_cuda
@@ -20,7 +21,7 @@ needs_triton = pytest.mark.skipif(
 
 @needs_triton
 @pytest.mark.parametrize("arch", imaginary_cuda.ARCHITECTURES)
-def test_kernels_of_a_step(arch: str) -> None:
+def test_kernels_of_a_step(arch: Architecture) -> None:
     optimizer = torch.optim.AdamW(parameters())
     before = torch.cuda.is_available(), torch.cuda.get_device_properties
     found = gpu_code(optimizer, arch=arch, strategy="light", metrics=True)
@@ -85,7 +86,7 @@ def test_a_step_that_is_no_kernels_over_tables_says_why() -> None:
 
 def test_what_is_missing_is_said() -> None:
     with pytest.raises(InvalidOptionError, match="did you mean sm_90"):
-        gpu_code(torch.optim.AdamW(parameters()), arch="sm90")
+        gpu_code(torch.optim.AdamW(parameters()), arch="sm90")  # type: ignore[arg-type]
     with no_triton(), pytest.raises(InvalidOptionError, match="pip install triton numpy"):
         gpu_code(torch.optim.AdamW(parameters()))
 
