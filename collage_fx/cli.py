@@ -37,6 +37,7 @@ from collage_fx.choices import (
     Strategy,
     did_you_mean,
 )
+from collage_fx.clock import clock
 
 if TYPE_CHECKING:
     import torch
@@ -79,7 +80,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _run(command: Command, options: argparse.Namespace, rest: list[str]) -> int:
     """Run a command; return its exit status, also of a refused step."""
-    collage_fx._complete()
+    with clock("collage-fx: importing torch"):
+        collage_fx._complete()
     from collage_fx.errors import CollageError, InvalidOptionError
 
     try:
@@ -247,12 +249,14 @@ def _explain(options: argparse.Namespace, _: list[str]) -> int:
     from collage_fx.tools.explain import explain
     from collage_fx.tools.gpu_code import gpu_code
 
-    optimizer, choices = _maker(options)(_parameters(options)), _choices(options)
-    code = gpu_code(optimizer, arch=options.arch, **choices) if options.code else None
-    if code is not None:
-        report = code.report
-    else:
-        report = _compiled(optimizer, choices) if options.kernels else explain(optimizer, **choices)
+    choices = _choices(options)
+    with clock(f"collage-fx: compiling the step of {options.optimizer}"):
+        optimizer = _maker(options)(_parameters(options))
+        code = gpu_code(optimizer, arch=options.arch, **choices) if options.code else None
+        if code is not None:
+            report = code.report
+        else:
+            report = _compiled(optimizer, choices) if options.kernels else explain(optimizer, **choices)
     print(report.to_markdown(full=options.full) if options.markdown else report.to_text(full=options.full))
     if options.why:
         print(f"\n{report.why()}")
@@ -392,12 +396,13 @@ def _add_doctor_options(parser: argparse.ArgumentParser) -> None:
 
 
 def _doctor(options: argparse.Namespace, _: list[str]) -> int:
-    from collage_fx.tools import examine, patch_reasons
+    from collage_fx.tools import examine, patches
 
     if options.patches:
-        print(patch_reasons())
-        return 0
-    text, ok = examine()
+        text, ok = patches()
+    else:
+        with clock("collage-fx: compiling steps on each device"):
+            text, ok = examine()
     print(text)
     return 0 if ok else FAILED
 
@@ -428,13 +433,14 @@ def _audit(options: argparse.Namespace, _: list[str]) -> int:
 
     from collage_fx.tools.audit import audit
 
-    found = audit(
-        _maker(options),
-        shapes=_shapes(options),
-        dtype=getattr(torch, options.dtype),
-        steps=options.steps,
-        **_choices(options),
-    )
+    with clock(f"collage-fx: measuring {options.optimizer} (about half a minute)"):
+        found = audit(
+            _maker(options),
+            shapes=_shapes(options),
+            dtype=getattr(torch, options.dtype),
+            steps=options.steps,
+            **_choices(options),
+        )
     print(found)
     return 0 if found.is_good else FAILED
 

@@ -162,10 +162,10 @@ class ChangedTensorError(CollageError):
     captured, a tensor at another address than in the previous step is refused, too, because every replay
     would use that address.
 
-    What to do: copy new values with ``p.data.copy_(...)``. If the tensor had to change, compile the step
-    again after ``torch._dynamo.reset()``; if its dtype or shape has changed, its error terms start from zero,
-    with a warning. Before the capture of a CUDA graph, run a step with the same tensors, and let each
-    backward pass write gradients to the same memory.
+    What to do: copy new values with ``p.data.copy_(...)``. If the tensor had to change, call
+    ``collage_fx.install(optimizer)`` again, which compiles the step anew; if its dtype or shape has changed,
+    its error terms start from zero, with a warning. Before the capture of a CUDA graph, run a step with the
+    same tensors, and let each backward pass write gradients to the same memory.
     """
 
     code = "CFX007"

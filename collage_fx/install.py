@@ -221,10 +221,13 @@ def inner_optimizers(optimizer: Any) -> Iterator[Optimizer]:
     elif isinstance(optimizer, Optimizer):
         yield optimizer
     else:
+        is_step = isinstance(getattr(optimizer, "__self__", None), Optimizer)
         raise UnsupportedOptimizerError(
             f"{type(optimizer).__name__} is not a torch.optim.Optimizer",
             where="install",
-            remedy="install the optimizer that it holds",
+            remedy="pass the optimizer itself, not its step: install(optimizer)"
+            if is_step
+            else "pass the optimizer: install(optimizer); of a wrapper, the optimizer that it holds",
         )
 
 
@@ -259,14 +262,11 @@ def _install(optimizer: Optimizer, backend: CollageBackend) -> None:
     note_installed(optimizer, backend)
     set_own_step(optimizer, CompiledStep(optimizer, backend))
     parameters = [parameter for _, parameter in parameter_names(optimizer)]
-    low = [parameter for parameter in parameters if is_low_precision(parameter.dtype)]
-    packs = backend.options.packs and any(parameter.dtype is torch.float32 for parameter in parameters)
-    log.log(
-        logging.INFO if low or packs else logging.WARNING,
+    log.info(
         "%s: its first step compiles it with %r; %d of %d parameters are bfloat16 or float16",
         type(optimizer).__name__,
         backend,
-        len(low),
+        sum(is_low_precision(parameter.dtype) for parameter in parameters),
         len(parameters),
     )
 

@@ -25,7 +25,7 @@ from torch.optim.lr_scheduler import LambdaLR
 
 import collage_fx
 from collage_fx import CollageBackend, CollageError, backend_of, error_terms, full_value, install, uninstall
-from collage_fx.errors import UnsupportedTensorError
+from collage_fx.errors import ChangedTensorError, UnsupportedOptimizerError, UnsupportedTensorError
 from collage_fx.graph import DEVICES
 from tests.support.substitutes import meta_device_as
 from tests.support.training import (
@@ -93,9 +93,66 @@ def test_what_it_does_is_said_in_a_line(caplog: pytest.LogCaptureFixture) -> Non
         "AdamW: its first step compiles it with CollageBackend(strategy='plus'"
     )
     assert record.getMessage().endswith("2 of 2 parameters are bfloat16 or float16")
-    caplog.clear()
-    install(AdamW(parameters(torch.float32)))
-    assert [each.levelname for each in caplog.records] == ["WARNING"]
+
+
+@pytest.mark.parametrize("is_installed", [True, False], ids=["install", "torch.compile"])
+def test_float32_parameters_are_said_to_have_no_error_terms(
+    caplog: pytest.LogCaptureFixture, is_installed: bool
+) -> None:
+    """Before the first step, and afterwards the report does not wait for a step."""
+    params = parameters(torch.float32)
+    optimizer, backend = AdamW(params), CollageBackend()
+    with caplog.at_level(logging.WARNING, "collage_fx"):
+        if is_installed:
+            install(optimizer, backend=backend)
+            step: Callable[..., Any] = optimizer.step
+        else:
+            step = torch.compile(optimizer.step, backend=backend)
+    (record,) = caplog.records
+    assert record.getMessage() == (
+        "AdamW: no error terms: all 2 parameters are float32 (autocast keeps them so). For pure bf16, call "
+        "model.to(torch.bfloat16) before making the optimizer"
+    )
+    assert "not compiled yet" not in str(backend.report())
+    run_steps(step, params, [0])
+    assert str(backend.report()).startswith("AdamW: updates of float32 tensors, without error terms")
+    assert "not compiled yet" not in str(backend.report())
+
+
+def test_no_warning_where_state_of_float32_parameters_is_packed(caplog: pytest.LogCaptureFixture) -> None:
+    install(AdamW(parameters(torch.float32)), state="block8")
+    assert caplog.records == []
+
+
+def test_after_a_change_of_dtype_it_is_enough_to_install_again() -> None:
+    params = parameters()
+    optimizer = install(AdamW(params))
+    run_steps(optimizer.step, params, [0])
+    for p in params:
+        p.data = p.data.float()
+        p.grad = torch.ones_like(p)
+    before = [p.detach().clone() for p in params]
+    with pytest.raises(ChangedTensorError, match=r"call collage_fx\.install\(optimizer\) again"):
+        optimizer.step()
+    assert all(map(torch.equal, before, params))
+    install(optimizer)
+    optimizer.step()
+    assert not any(map(torch.equal, before, params))
+
+
+@pytest.mark.parametrize(
+    ("wrong", "remedy"),
+    [
+        (torch.nn.Linear(2, 2), "pass the optimizer: install(optimizer)"),
+        (
+            torch.optim.SGD([torch.nn.Parameter(torch.ones(1))]).step,
+            "pass the optimizer itself, not its step",
+        ),
+    ],
+)
+def test_another_object_is_refused_with_a_way_out(wrong: Any, remedy: str) -> None:
+    with pytest.raises(UnsupportedOptimizerError, match=re.escape(remedy)):
+        install(wrong)
 
 
 def test_it_can_be_installed_again_with_other_options() -> None:

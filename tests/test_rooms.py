@@ -20,6 +20,7 @@ ROOT = Path(collage_fx.__file__).parent
 #: A room -> the rooms that its files may import from. ``collage_fx/__init__.py`` is ``__init__``.
 LAW: dict[str, set[str]] = {
     "choices": set(),
+    "clock": set(),
     "torch_compat": set(),
     "numerics": set(),
     "errors": {"torch_compat"},
@@ -31,7 +32,7 @@ LAW: dict[str, set[str]] = {
     "state": {"choices", "torch_compat", "numerics", "errors", "graph", "codegen"},
     "runtime": {"torch_compat", "numerics", "errors", "graph", "codegen", "state"},
     "metrics": {"torch_compat", "numerics", "errors", "graph", "state", "runtime"},
-    "capture": {"torch_compat", "numerics", "errors", "graph", "codegen", "state", "runtime"},
+    "capture": {"clock", "torch_compat", "numerics", "errors", "graph", "codegen", "state", "runtime"},
     "lowering": {"choices", "torch_compat", "numerics", "errors", "graph", "codegen", "runtime"},
     "budgets": {"choices", "pipeline", "graph", "numerics", "errors"},
     "report": {"torch_compat", "numerics", "errors", "graph", "state", "metrics", "pipeline", "budgets"},

@@ -197,7 +197,7 @@ def test_explain_tells_the_way_that_a_compilation_takes() -> None:
     assert report.why() == (
         "AdamW: captured, compiled in parts\n  not by family: no two tensors are updated alike"
     )
-    assert str(report).endswith("\n\nCompiled in parts (not by family: no two tensors are updated alike).")
+    assert "ompiled in parts" not in str(report), "only why() says this"
 
 
 def test_a_reason_at_a_node() -> None:
@@ -209,12 +209,12 @@ def test_a_reason_at_a_node() -> None:
     assert str(Reason("it adds")) == "it adds"
 
 
-def test_a_report_ends_with_the_route(caplog: pytest.LogCaptureFixture) -> None:
+def test_the_route_is_in_why_and_in_the_log(caplog: pytest.LogCaptureFixture) -> None:
     torch._dynamo.reset()
     params, backend = parameters(shapes=ALIKE), CollageBackend()
     with caplog.at_level("DEBUG", "collage_fx"):
         run_steps(torch.compile(torch.optim.AdamW(params).step, backend=backend), params, [0])
     report = backend.report()
-    assert str(report).endswith("\n\nCompiled by family.")
+    assert "ompiled by family" not in str(report)
     assert report.why() == "AdamW: captured, compiled by family"
     assert report.why() in caplog.messages

@@ -142,6 +142,8 @@ from collage_fx.torch_compat import (
     wrapped_steps_on_the_stack,
 )
 
+log = logging.getLogger("collage_fx")
+
 #: The multiple of Dynamo's ``recompile_limit`` (8) that is the limit of a function that isn't just a step.
 COMPILATIONS = 4
 
@@ -522,6 +524,7 @@ def note_installed(optimizer: Optimizer, backend: Any) -> None:
     if (request := Request.of(backend, {})) is not None:
         _adopt(optimizer, strict=request.strict)
         _Requests.by_optimizer[optimizer] = _Requested(request)
+        _warn_of_wide_parameters(optimizer, backend)
 
 
 def note_compiled_step(optimizer: Optimizer, request: Request) -> None:
@@ -550,11 +553,13 @@ def forget_compiled_step(optimizer: Optimizer) -> None:
 
 
 def not_compiled_yet(backend: Any) -> list[str]:
-    """Return the classes of optimizers with requested, uncompiled steps, for a backend."""
+    """Return the classes of optimizers of low precision with requested, uncompiled steps, for a backend."""
     return [
         type(optimizer).__name__
         for optimizer, requested in list(_Requests.by_optimizer.items())
-        if not requested.is_compiled and requested.request.backend is backend
+        if not requested.is_compiled
+        and requested.request.backend is backend
+        and any(is_low_precision(parameter.dtype) for _, parameter in parameter_names(optimizer))
     ]
 
 
@@ -582,8 +587,25 @@ def _at_torch_compile(backend: Any, keywords: dict[str, Any], function: Any) -> 
     if request is None:
         return
     for optimizer in _optimizers_of(function):
+        if optimizer not in _Requests.by_optimizer:
+            _warn_of_wide_parameters(optimizer, request.backend)
         _Requests.by_optimizer.setdefault(optimizer, _Requested(request))
         _adopt(optimizer, strict=request.strict)
+
+
+def _warn_of_wide_parameters(optimizer: Optimizer, backend: Any) -> None:
+    """Log a warning if no parameter is of low precision, unless state of float32 parameters may be packed."""
+    dtypes = [parameter.dtype for _, parameter in parameter_names(optimizer)]
+    packs = backend.options.packs and torch.float32 in dtypes
+    if dtypes and not packs and not any(map(is_low_precision, dtypes)):
+        kinds = " or ".join(sorted({str(dtype).removeprefix("torch.") for dtype in dtypes}))
+        log.warning(
+            "%s: no error terms: all %d parameters are %s (autocast keeps them so). For pure bf16, call "
+            "model.to(torch.bfloat16) before making the optimizer",
+            type(optimizer).__name__,
+            len(dtypes),
+            kinds,
+        )
 
 
 def _adopt(optimizer: Optimizer, *, strict: bool) -> None:

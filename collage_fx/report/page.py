@@ -22,7 +22,7 @@ from collage_fx.report.graphs import GraphReport
 from collage_fx.report.mathml import recurrence_mathml
 from collage_fx.report.pictures import Picture, pass_color
 from collage_fx.report.svg import svg
-from collage_fx.report.tables import BUDGET_CAPTION, budget_table, summary_line
+from collage_fx.report.tables import BUDGET_CAPTION, budget_table, plainly, summary_line
 from collage_fx.report.tensors import TensorReport, Treatment, bytes_per_parameter, treatments
 
 STYLE = """
@@ -136,17 +136,15 @@ def _html_table(rows: Iterable[Sequence[object]], headers: Sequence[str], number
 
 def _treatment_table(groups: Sequence[Treatment]) -> str:
     """Write two rows for each treatment: its cells, and the reasons below them, as wide as the table."""
-    heads = ("", "tensor", "shape", "kind", "verdict", "error terms", "bytes")
+    plain = plainly([row for group in groups for row in group.rows])
+    heads = ("", "tensor", "shape", "kind", plain, "here", "bytes")
     body = ""
     for i, group in enumerate(groups, 1):
         row = group.example
-        cells = (
-            *(i, group.what, group.layout, row.kind.value, "lossy" if row.lossy else "fine"),
-            *(row.error_format or "-", f"{group.bytes:,}"),
-        )
+        cells = i, group.what, group.layout, row.kind.value, row.verdict, row.here, f"{group.bytes:,}"
         named = zip(heads, cells, strict=True)
         shown = "".join(f"<td data-head='{head}'>{escape(str(cell))}</td>" for head, cell in named)
-        why = f"{escape(row.reason)}<br/>{escape(row.selection)}"
+        why = f"{plain}: {escape(row.reason)}<br/>here: {escape(row.selection)}"
         body += f"<tr class='treated'>{shown}</tr><tr class='why'><td></td>"
         body += f"<td colspan='{len(heads) - 1}'>{why}</td></tr>"
     head = "".join(f"<th>{head}</th>" for head in heads)

@@ -9,11 +9,11 @@ from collage_fx.graph import Route
 from collage_fx.metrics import Metrics
 from collage_fx.report.graphs import GraphReport
 from collage_fx.report.page import html_page
-from collage_fx.report.tables import BUDGET_CAPTION, budget_table, section
+from collage_fx.report.tables import BUDGET_CAPTION, budget_table, section, summary_line
 from collage_fx.report.tensors import TensorReport, bytes_per_parameter
 
 
-@dataclass
+@dataclass(repr=False)
 class CollageReport:
     """Report of every compilation of a backend so far. ``str(report)`` is ``report.to_text()``.
 
@@ -60,6 +60,11 @@ class CollageReport:
         """
         return bytes_per_parameter(self.tensors)
 
+    def __repr__(self) -> str:
+        """Return a line; ``print(report)`` shows the tables."""
+        parts = [f"{subject}: {summary_line(rows)}" for subject, rows in self.by_subject().items()]
+        return f"<CollageReport: {' '.join(parts) or 'no tensors'}>"
+
     def __str__(self) -> str:
         return self.to_text()
 
@@ -105,6 +110,8 @@ class CollageReport:
             if budgets[subject]:
                 table = budget_table(budgets[subject], "github" if markdown else "simple")
                 parts += [table, BUDGET_CAPTION]
-            sections.append("\n\n".join([*parts, routes[subject].sentence()]))
+            if routes[subject].unit == "operation by operation":
+                parts.append(routes[subject].sentence())
+            sections.append("\n\n".join(parts))
         nothing = "nothing has been compiled yet: the report fills at the first call of the step"
         return "\n\n".join([*sections, *self._notes()]) or nothing

@@ -1,7 +1,7 @@
 """Reports as text: for a terminal of 100 columns, and in Markdown.
 
 Tensors of equal treatment share a row, and an explanation below the table: the recurrence, the number behind
-the verdict, and why they have error terms or have none.
+the verdict on plain low precision, and how they are stored here, and why.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from collections.abc import Iterator, Sequence
 from tabulate import tabulate
 
 from collage_fx.budgets import Budget, frontier
+from collage_fx.numerics import short_name
 from collage_fx.report.tensors import TensorReport, Treatment, bytes_per_parameter, treatments
 
 #: Largest width of a line.
@@ -20,21 +21,21 @@ TEXT_WIDTH = 100
 NAME_WIDTH = 16
 #: Length at which a recurrence or a list of names is cut unless the report is full.
 SHORTENED = 3 * TEXT_WIDTH
-HEADERS = ("tensor", "shape", "kind", "verdict", "error", "bytes")
 
 
 def section(subject: str, rows: Sequence[TensorReport], *, full: bool, markdown: bool) -> str:
     """Write heading, table, numbered explanations and totals of one subject, as text or GitHub's Markdown."""
     groups = treatments(rows)
     cells = _cells(rows, groups, full=full)
-    widths = [max(len(header) + 2, *map(len, texts)) for header, *texts in zip(HEADERS, *cells, strict=True)]
+    headers = ("tensor", "shape", "kind", plainly(rows), "here", "bytes")
+    widths = [max(len(header) + 2, *map(len, texts)) for header, *texts in zip(headers, *cells, strict=True)]
     room = max(TEXT_WIDTH - sum(widths[1:]) - 2 * len(widths[1:]), NAME_WIDTH)
     table = tabulate(
         cells,
-        headers=HEADERS,
+        headers=headers,
         tablefmt="github" if markdown else "simple",
-        maxcolwidths=[None if markdown else room] + [None] * (len(HEADERS) - 1),
-        colalign=["left"] * (len(HEADERS) - 1) + ["right"],
+        maxcolwidths=[None if markdown else room] + [None] * (len(headers) - 1),
+        colalign=["left"] * (len(headers) - 1) + ["right"],
         disable_numparse=True,
     )
     numbered = [(i, _explanation(group, full=full)) for i, group in enumerate(groups, 1)]
@@ -43,6 +44,12 @@ def section(subject: str, rows: Sequence[TensorReport], *, full: bool, markdown:
         return "\n".join([f"## {subject}\n", table, "", *notes, "", summary_line(rows)])
     notes = [_wrapped(f"({i}) ", paragraphs) for i, paragraphs in numbered]
     return "\n".join([f"{subject}\n", table, "", *notes, "", textwrap.fill(summary_line(rows), TEXT_WIDTH)])
+
+
+def plainly(rows: Sequence[TensorReport]) -> str:
+    """Return the heading of the verdicts on storage without this package: ``plain bf16``."""
+    dtypes = {short_name(row.dtype) for row in rows}
+    return f"plain {dtypes.pop()}" if len(dtypes) == 1 else "plain"
 
 
 #: Caption of :func:`budget_table`.
@@ -86,8 +93,8 @@ def _cells(rows: Sequence[TensorReport], groups: Sequence[Treatment], *, full: b
             each.what,
             each.layout,
             each.example.kind.value,
-            f"{'lossy' if each.example.lossy else 'fine'} ({number[id(each.example)]})",
-            each.example.error_format or "-",
+            f"{each.example.verdict} ({number[id(each.example)]})",
+            each.example.here,
             f"{each.bytes:,}",
         ]
         for each in shown
@@ -96,7 +103,7 @@ def _cells(rows: Sequence[TensorReport], groups: Sequence[Treatment], *, full: b
 
 def _explanation(group: Treatment, *, full: bool) -> Iterator[str]:
     yield _cut(group.example.recurrence, full=full)
-    yield group.example.why
+    yield from group.example.reasons
     if len(group.rows) > 1 and not full:
         yield _cut(f"of {', '.join(group.names)}", full=full)
 

@@ -64,10 +64,25 @@ class TensorReport:
         return f"{self.symbol}' = {sympy.sstr(self.expression)}"
 
     @property
-    def why(self) -> str:
-        """Reasons for the verdict and for the selection, in one line."""
+    def verdict(self) -> str:
+        """Verdict on the storage format alone: ``loses updates`` or ``fine``."""
+        return "loses updates" if self.lossy else "fine"
+
+    @property
+    def here(self) -> str:
+        """Format that the tensor is stored in, or the verdict if it is stored as without this package."""
+        return self.error_format or self.verdict
+
+    @property
+    def reasons(self) -> tuple[str, str]:
+        """Reasons for the verdict on the storage format alone, and for the treatment here, as sentences."""
         treated = "packed" if self.packed else "error terms" if self.compensated else "no error terms"
-        return f"{self.reason}; {treated} ({self.selection})"
+        return f"plain {short_name(self.dtype)}: {self.reason}", f"here: {treated} ({self.selection})"
+
+    @property
+    def why(self) -> str:
+        """The reasons in one line."""
+        return "; ".join(self.reasons)
 
 
 def tensor_report(state: StateTensor) -> TensorReport:
@@ -76,7 +91,6 @@ def tensor_report(state: StateTensor) -> TensorReport:
     shape = tuple(map(current_size, value.shape))
     like = torch.empty(shape, dtype=value.dtype, device="meta")  # sizes of value may be symbols
     fmt = state.chosen_format
-    is_dithered = fmt is not None and fmt.is_dithered and not fmt.dithers_sums
     return TensorReport(
         name=state.info.name,
         symbol=state.info.symbol,
@@ -86,7 +100,7 @@ def tensor_report(state: StateTensor) -> TensorReport:
         kind=state.recurrence.kind,
         expression=_readable(state.recurrence.expression),
         lossy=state.verdict.lossy,
-        reason=state.verdict.reason + (", rounded to nearest" if is_dithered else ""),
+        reason=state.verdict.reason,
         compensated=state.compensated,
         selection=state.selection,
         error_format="" if fmt is None else fmt.name,

@@ -93,8 +93,8 @@ class Expected:
         return ChangedTensorError(
             f"a tensor of {found}, where the step was compiled for {expected}",
             where=self.name,
-            remedy="have the step compiled anew, torch._dynamo.reset(), after a change of p.data to a tensor "
-            "of another kind, or of gradients to a wider dtype; new values alone can be copied, "
+            remedy="call collage_fx.install(optimizer) again, which compiles the step anew (for a function "
+            "given to torch.compile: torch._dynamo.reset()). To change values alone, copy them: "
             "p.data.copy_(...)",
         )
 

@@ -97,7 +97,15 @@ from torch.utils.weak import TensorWeakRef
 
 from collage_fx.errors import CheckpointMismatchError
 from collage_fx.graph import Role
-from collage_fx.numerics import COUNT, STORAGE_FORMATS, ErrorFormat, Exact, format_named, is_low_precision
+from collage_fx.numerics import (
+    COUNT,
+    STORAGE_FORMATS,
+    AuxiliarySpec,
+    ErrorFormat,
+    Exact,
+    format_named,
+    is_low_precision,
+)
 from collage_fx.state.claims import Claims, some
 from collage_fx.state.error_terms import (
     ErrorTermRecord,
@@ -660,6 +668,19 @@ def _refuse_mismatches(optimizer: Optimizer, plain: StateDict, saved: Saved, kep
                 _refuse_mismatch(auxiliaries, tensor, dtype, where)
 
 
+def _of_another_shape(saved: Tensor, owner: Tensor, spec: AuxiliarySpec) -> str:
+    """Return the fault that a saved auxiliary is not of the shape that ``owner`` needs."""
+    shape = tuple(owner.shape)
+    if spec.saved_shape[: len(shape)] == shape and saved.dim() == len(spec.saved_shape):
+        return (
+            f"the checkpoint is of a tensor of shape {tuple(saved.shape[: len(shape)])}; this one is {shape}"
+        )
+    return (
+        f"an error term of shape {tuple(saved.shape)} where a tensor of shape {shape} has one of "
+        f"{tuple(spec.saved_shape)}"
+    )
+
+
 def _refuse_mismatch(saved: Auxiliaries, owner: Tensor, dtype: torch.dtype, where: str) -> None:
     """Raise unless ``saved`` are all auxiliaries of a format for a tensor like ``owner``, of ``dtype``."""
     name = next(format_name for format_name, _ in saved)
@@ -674,11 +695,7 @@ def _refuse_mismatch(saved: Auxiliaries, owner: Tensor, dtype: torch.dtype, wher
     for spec in specs:
         tensor = saved[name, spec.name]
         if (dtype_of_saved := spec.loadable.get(tuple(tensor.shape))) is None:
-            raise _mismatch(
-                f"an error term of shape {tuple(tensor.shape)} where a tensor of shape {tuple(owner.shape)} "
-                f"has one of {tuple(spec.saved_shape)}",
-                where,
-            )
+            raise _mismatch(_of_another_shape(tensor, owner, spec), where)
         if tensor.dtype is not dtype_of_saved and not _is_cast(saved):
             raise _mismatch(
                 f"an error term of {tensor.dtype} where a {dtype} tensor has one of {dtype_of_saved}", where
@@ -830,7 +847,7 @@ def _claims_in(kind: type[Optimizer]) -> Claims:
     """Make the claims of loaded error terms; they do not keep the optimizer alive."""
     return Claims(
         lambda names: _warn_of_checkpoint(
-            kind, f"error terms of other values than {some(names)}, {WHY_OTHERS}"
+            kind, f"error terms of other values than {some(names)}: {WHY_OTHERS}"
         )
     )
 
@@ -1024,8 +1041,8 @@ WHY_NONE = (
     "compiled step (collage_fx.install makes it take one)"
 )
 WHY_OTHERS = (
-    "which have been changed since they were saved, or come from another file, or this one is damaged; they "
-    "start from zero"
+    "load the weights that it was saved with, too (or a file is damaged, or values have been changed since). "
+    "These error terms start from zero"
 )
 
 

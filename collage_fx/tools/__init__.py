@@ -1,3 +1,3 @@
 """Tools for users: audit, explain, doctor, and the code for a GPU."""
 
-from collage_fx.tools.doctor import examine, patch_reasons
+from collage_fx.tools.doctor import examine, patches

@@ -1,10 +1,11 @@
 """Examination of an installation: ``collage-fx doctor``.
 
-It lists the functions of torch that collage_fx replaces, and whether each still has the signature that the
-replacement needs. Compensation depends on the compiler: if it drops a rounding, every error term is zero,
-without a message (see Note [Rounding must survive lowering] in ``numerics/arithmetic.py``). So a step is
-compiled on every device and compared, bit for bit, with the same step computed by torch's eager operations on
-the CPU. Without a compiler the bits are right, but steps are so slow that the doctor reports it.
+It checks that the functions of torch that collage_fx replaces still have the signatures that the replacements
+need; ``--patches`` lists them. Compensation depends on the compiler: if it drops a rounding, every error term
+is zero, without a message (see Note [Rounding must survive lowering] in ``numerics/arithmetic.py``). So a
+step is compiled on every device and compared, bit for bit, with the same step computed by torch's eager
+operations on the CPU. Without a compiler the bits are right, but steps are so slow that the doctor reports
+it.
 """
 
 from __future__ import annotations
@@ -59,57 +60,61 @@ class Finding:
         """Outcome in a word: ok, SLOW, FAILED, or none for a device that is not supported."""
         if not self.is_supported:
             return "none"
-        return "FAILED" if not self.ok else "SLOW" if self.is_slow else "ok"
+        return FAILED if not self.ok else "SLOW" if self.is_slow else "ok"
 
 
 def examine() -> tuple[str, bool]:
-    """Examine the installation; return the findings as text, and whether all is well."""
+    """Examine the installation; return the findings as text, the verdict first, and whether all is well."""
     findings = [self_test(d, dtype) for d in devices() for dtype in (torch.bfloat16, torch.float16)]
     rows = [[f.device, f.dtype, f.outcome, f.detail] for f in findings]
     table = tabulate(rows, headers=["device", "dtype", "self-test", ""], maxcolwidths=[16, 10, 10, 60])
-    replaced, fits = patches()
-    is_right, is_slow = fits and all(f.ok for f in findings), any(f.is_slow for f in findings)
+    lost = [row for row in _patch_rows() if FAILED in row]
+    is_right, is_slow = not lost and all(f.ok for f in findings), any(f.is_slow for f in findings)
     if not is_right:
         verdict = "Do not rely on error terms here: see the rows marked FAILED."
     elif is_slow:
         verdict = "Results are right, but each step is 10 to 50 times slower: install g++, or set CXX."
     else:
         verdict = "All is well."
-    sections = [tabulate(list(versions()), tablefmt="plain"), replaced, table, verdict]
-    return "\n\n".join(sections), is_right and not is_slow
+    sections = [verdict, tabulate(list(versions()), tablefmt="plain"), table]
+    return "\n\n".join([*sections, *([_patch_table(lost)] if lost else [])]), is_right and not is_slow
 
 
 def patches() -> tuple[str, bool]:
-    """Return the table of patches, and whether steps can be compiled with this version of torch.
+    """Return a table of the functions of torch that are replaced, and whether steps can be compiled.
 
-    The table lists the replaced functions of torch, when they are replaced, and why. A patch for speed that
-    does not fit is off. The last rows are functions that are called, not replaced, and do not fit.
+    Its columns say when a function is replaced, whom this affects, whether the replacement fits this version
+    of torch, why it is made, and which public function it waits for. A patch for speed that does not fit is
+    off. The last rows are functions that are called, not replaced, and do not fit.
     """
-    misfit = {"bits": "FAILED", "speed": "off"}
+    rows = _patch_rows()
+    return _patch_table(rows), not any(FAILED in row for row in rows)
+
+
+#: Outcome of a test, and of a patch without which results would differ.
+FAILED = "FAILED"
+
+
+def _patch_rows() -> list[list[str]]:
+    misfit = {"bits": FAILED, "speed": "off"}
     rows = [
         [
             patch.name,
             patch.during,
             patch.affects,
             misfit[patch.needed_for] if patch.misfit else "ok",
-            patch.misfit or patch.why,
+            patch.misfit or f"{patch.why}. Goes with: {patch.goes_with}",
         ]
         for patch in PATCHES
         if patch.is_needed
     ]
     of_patches = {patch.misfit for patch in PATCHES}
-    rows += [["(called)", "", "", "FAILED", told] for told in misfits() if told not in of_patches]
+    return rows + [["(called)", "", "", FAILED, told] for told in misfits() if told not in of_patches]
+
+
+def _patch_table(rows: list[list[str]]) -> str:
     headers = ["replaced in torch", "during", "affects", "fits", ""]
-    table = tabulate(rows, headers=headers, maxcolwidths=[18, 14, 11, 6, 42])
-    return table, all(fits != "FAILED" for *_, fits, _ in rows)
-
-
-def patch_reasons() -> str:
-    """Return the table of patches with their reasons, and with the public function each waits for."""
-    needed = (patch for patch in PATCHES if patch.is_needed)
-    rows = [[patch.name, patch.needed_for, patch.why, patch.goes_with] for patch in needed]
-    headers = ["replaced in torch", "for", "why", "goes with"]
-    return tabulate(rows, headers=headers, maxcolwidths=[18, 6, 38, 38])
+    return tabulate(rows, headers=headers, maxcolwidths=[18, 14, 11, 6, 42])
 
 
 def versions() -> Iterator[tuple[str, str]]:

@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from typing_extensions import Unpack
 
 from collage_fx.backend import CollageBackend
-from collage_fx.capture import hide_progress
+from collage_fx.clock import no_clock
 from collage_fx.graph import (
     Reason,
     Role,
@@ -66,7 +66,7 @@ def captured(optimizer: Optimizer, backend: CaptureOnly) -> None:
     # The class's own step: an instance's may be wrapped by a scheduler and bound to the original.
     method = _with_code_of_its_own(type(clone).step)
     step = torch.compile(_with_code_of_its_own(_step), backend=backend)
-    with hide_progress():
+    with no_clock():
         step(method, clone)
         if _has_state_not_met(clone, backend):
             step(method, clone)  # now with the state among the graph's inputs

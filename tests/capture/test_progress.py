@@ -17,8 +17,8 @@ import torch
 from torch.optim import Optimizer
 
 from collage_fx import CollageBackend, install
-from collage_fx.capture import progress
 from collage_fx.capture.progress import show_progress
+from collage_fx.clock import is_taken
 from tests.support.training import Descent, parameters, run_steps
 
 
@@ -68,8 +68,9 @@ def recorded(lines: list[str]) -> str:
 def test_a_terminal_shows_a_clock() -> None:
     program = """
         import time
+        from collage_fx import clock
         from collage_fx.capture import progress
-        progress.PATIENCE = progress.PERIOD = 0.1
+        clock.PATIENCE = clock.PERIOD = 0.1
         with progress.show_progress("Descent"):
             with progress.show_progress("another"):
                 time.sleep(0.35)
@@ -101,7 +102,7 @@ def test_the_clock_is_on_while_graphs_are_compiled(make: Any, of: Any) -> None:
 
     class Looking(CollageBackend):
         def __call__(self, *arguments: Any, **options: Any) -> Any:
-            is_on.append(progress._is_shown.get())
+            is_on.append(is_taken.get())
             return super().__call__(*arguments, **options)
 
     params = parameters()

@@ -27,33 +27,32 @@ SHAPES = [(8, 8), (8,), (16, 8), (16,), (32, 8)]
 EXPECTED = """\
 AdamW
 
-tensor          shape     kind            verdict    error      bytes
---------------  --------  --------------  ---------  -------  -------
-5 parameters    472 bf16  accumulation    lossy (1)  exact      1,908
-5 × exp_avg     472 bf16  moving average  fine (2)   dither       964
-5 × exp_avg_sq  472 bf16  moving average  lossy (3)  exact      1,908
+tensor          shape     kind            plain bf16         here      bytes
+--------------  --------  --------------  -----------------  ------  -------
+5 parameters    472 bf16  accumulation    loses updates (1)  exact     1,908
+5 × exp_avg     472 bf16  moving average  fine (2)           dither      964
+5 × exp_avg_sq  472 bf16  moving average  loses updates (3)  exact     1,908
 
 (1) p' = -0.001*exp_avg'*sqrt(1 - 0.999**step')/((1 - 0.9**step')*(sqrt(exp_avg_sq') + 1.0e-8*sqrt(1
     - 0.999**step'))) + 0.99999*p
-    accumulates: moves below ulp/2 (up to 2**-8 of the value) are lost, and its decay of 1e-05 a
-    step rounds to none; error terms (plus: every parameter)
+    plain bf16: accumulates: moves below ulp/2 (up to 2**-8 of the value) are lost, and its decay of
+    1e-05 a step rounds to none
+    here: error terms (plus: every parameter)
     of blocks.0.attention.weight, blocks.0.attention.bias, blocks.0.mlp.weight, blocks.0.mlp.bias,
     head.weight
 (2) exp_avg' = 0.9*exp_avg + 0.1*g
-    tolerable: u/(1-a) = 0.039, rate off by 0.016, for a = 0.9, rounded to nearest; no error terms
-    (not lossy; rounded by dither: noise of at most 0.73 %)
+    plain bf16: tolerable: u/(1-a) = 0.039, rate off by 0.016, for a = 0.9
+    here: no error terms (not lossy; rounded by dither: noise of at most 0.73 %)
     of blocks.0.attention.weight.exp_avg, blocks.0.attention.bias.exp_avg,
     blocks.0.mlp.weight.exp_avg, blocks.0.mlp.bias.exp_avg, head.weight.exp_avg
 (3) exp_avg_sq' = 0.999*exp_avg_sq + 0.001*g**2
-    stalls: u/(1-a) = 3.9, rate off by 1, for a = 0.999; error terms (plus: lossy state; dither
-    would leave noise of at most 7.1 %)
+    plain bf16: stalls: u/(1-a) = 3.9, rate off by 1, for a = 0.999
+    here: error terms (plus: lossy state; dither would leave noise of at most 7.1 %)
     of blocks.0.attention.weight.exp_avg_sq, blocks.0.attention.bias.exp_avg_sq,
     blocks.0.mlp.weight.exp_avg_sq, blocks.0.mlp.bias.exp_avg_sq, head.weight.exp_avg_sq
 
 10 of 15 tensors have error terms. Bytes per parameter: 10.13 (parameters 2, state 4, error terms
-4.127).
-
-Compiled in parts (not by family: no two tensors are updated alike)."""
+4.127)."""
 
 
 def adamw(dtype: torch.dtype = torch.bfloat16) -> torch.optim.Optimizer:
@@ -154,11 +153,11 @@ def test_unfolded_every_tensor_has_a_row(reports: dict[str, CollageReport]) -> N
     lines = reports["plus"].to_text(full=True).splitlines()
     assert max(map(len, lines)) <= TEXT_WIDTH
     assert lines[0] == "AdamW"
-    assert lines[2].split() == ["tensor", "shape", "kind", "verdict", "error", "bytes"]
+    assert lines[2].split() == ["tensor", "shape", "kind", "plain", "bf16", "here", "bytes"]
     body = lines[4 : 4 + 15]
     assert [line.split()[0] for line in body] == [row.name for row in reports["plus"].tensors]
     assert "bf16[16,8]" in body[8]
-    assert "lossy (3)" in body[8]
+    assert "loses updates (3)" in body[8]
     assert body[8].split()[-2:] == ["exact", "516"]
     assert body[7].split()[-2:] == ["dither", "260"]
     notes = [line for line in lines if line.startswith("(")]
@@ -210,8 +209,7 @@ def test_markdown_has_the_same_rows(reports: dict[str, CollageReport]) -> None:
     assert {len(row) for row in cells} == {6}
     assert [row[0] for row in cells[2:]] == ["5 parameters", "5 × exp_avg", "5 × exp_avg_sq"]
     assert [line[:3] for line in lines if line[:1].isdigit()][:3] == ["1. ", "2. ", "3. "]
-    assert lines[-3].endswith("Bytes per parameter: 10.13 (parameters 2, state 4, error terms 4.127).")
-    assert lines[-1] == "Compiled in parts (not by family: no two tensors are updated alike)."
+    assert lines[-1].endswith("Bytes per parameter: 10.13 (parameters 2, state 4, error terms 4.127).")
 
 
 def test_long_names_and_shapes_keep_the_width() -> None:
