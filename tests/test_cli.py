@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import pty
@@ -9,6 +10,7 @@ import re
 import subprocess
 import sys
 import warnings
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -315,6 +317,13 @@ print(sorted(each.name for each in PATCHES if each.is_needed and each.is_in_plac
     assert "flat-states" in lazy[2]
 
 
+def _written_to(terminal: int) -> Iterator[str]:
+    """Text written to a terminal, until the process at its other end has closed it."""
+    with contextlib.suppress(OSError):  # EIO, by which Linux says that it is closed
+        while text := os.read(terminal, 4096):
+            yield text.decode()
+
+
 def test_a_terminal_shows_what_takes_long() -> None:
     program = """
 import sys
@@ -325,9 +334,11 @@ sys.exit(cli.main())
 """
     master, slave = pty.openpty()
     command = [sys.executable, "-c", program]
-    shown = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=slave, check=True).stdout
-    os.close(slave)
-    written = os.read(master, 1_000_000).decode()
+    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=slave) as process:
+        os.close(slave)
+        written = "".join(_written_to(master))
+        assert process.stdout is not None
+        shown = process.stdout.read()
     assert "\rcollage-fx: importing torch, 0 s" in written
     assert "\rcollage-fx: compiling the step of SGD, 0 s" in written
     assert written.endswith(" \r"), "it is erased"

@@ -595,16 +595,14 @@ def _at_torch_compile(backend: Any, keywords: dict[str, Any], function: Any) -> 
 
 def _warn_of_wide_parameters(optimizer: Optimizer, backend: Any) -> None:
     """Log a warning if no parameter is of low precision, unless state of float32 parameters may be packed."""
-    dtypes = [parameter.dtype for _, parameter in parameter_names(optimizer)]
+    dtypes = {parameter.dtype for _, parameter in parameter_names(optimizer)}
     packs = backend.options.packs and torch.float32 in dtypes
-    if dtypes and not packs and not any(map(is_low_precision, dtypes)):
-        kinds = " or ".join(sorted({str(dtype).removeprefix("torch.") for dtype in dtypes}))
+    if dtypes and not packs and dtypes <= {torch.float32, torch.float64}:
         log.warning(
-            "%s: no error terms: all %d parameters are %s (autocast keeps them so). For pure bf16, call "
+            "%s: no error terms: its parameters are %s (autocast keeps them so). For pure bf16, call "
             "model.to(torch.bfloat16) before making the optimizer",
             type(optimizer).__name__,
-            len(dtypes),
-            kinds,
+            " and ".join(sorted(str(dtype).removeprefix("torch.") for dtype in dtypes)),
         )
 
 
