@@ -103,7 +103,7 @@ def _cells(rows: Sequence[TensorReport], groups: Sequence[Treatment], *, full: b
 
 def _explanation(group: Treatment, *, full: bool) -> Iterator[str]:
     yield _cut(group.example.recurrence, full=full)
-    yield from group.example.reasons
+    yield group.example.why
     if len(group.rows) > 1 and not full:
         yield _cut(f"of {', '.join(group.names)}", full=full)
 

@@ -74,15 +74,10 @@ class TensorReport:
         return self.error_format or self.verdict
 
     @property
-    def reasons(self) -> tuple[str, str]:
-        """Reasons for the verdict on the storage format alone, and for the treatment here, as sentences."""
-        treated = "packed" if self.packed else "error terms" if self.compensated else "no error terms"
-        return f"plain {short_name(self.dtype)}: {self.reason}", f"here: {treated} ({self.selection})"
-
-    @property
     def why(self) -> str:
-        """The reasons in one line."""
-        return "; ".join(self.reasons)
+        """Reasons for the verdict on the storage format alone, and for the treatment here, in one line."""
+        treated = "packed" if self.packed else "error terms" if self.compensated else "no error terms"
+        return f"plain {short_name(self.dtype)}: {self.reason}; here: {treated} ({self.selection})"
 
 
 def tensor_report(state: StateTensor) -> TensorReport:

@@ -36,18 +36,17 @@ tensor          shape     kind            plain bf16         here      bytes
 (1) p' = -0.001*exp_avg'*sqrt(1 - 0.999**step')/((1 - 0.9**step')*(sqrt(exp_avg_sq') + 1.0e-8*sqrt(1
     - 0.999**step'))) + 0.99999*p
     plain bf16: accumulates: moves below ulp/2 (up to 2**-8 of the value) are lost, and its decay of
-    1e-05 a step rounds to none
-    here: error terms (plus: every parameter)
+    1e-05 a step rounds to none; here: error terms (plus: every parameter)
     of blocks.0.attention.weight, blocks.0.attention.bias, blocks.0.mlp.weight, blocks.0.mlp.bias,
     head.weight
 (2) exp_avg' = 0.9*exp_avg + 0.1*g
-    plain bf16: tolerable: u/(1-a) = 0.039, rate off by 0.016, for a = 0.9
-    here: no error terms (not lossy; rounded by dither: noise of at most 0.73 %)
+    plain bf16: tolerable: u/(1-a) = 0.039, rate off by 0.016, for a = 0.9; here: no error terms
+    (not lossy; rounded by dither: noise of at most 0.73 %)
     of blocks.0.attention.weight.exp_avg, blocks.0.attention.bias.exp_avg,
     blocks.0.mlp.weight.exp_avg, blocks.0.mlp.bias.exp_avg, head.weight.exp_avg
 (3) exp_avg_sq' = 0.999*exp_avg_sq + 0.001*g**2
-    plain bf16: stalls: u/(1-a) = 3.9, rate off by 1, for a = 0.999
-    here: error terms (plus: lossy state; dither would leave noise of at most 7.1 %)
+    plain bf16: stalls: u/(1-a) = 3.9, rate off by 1, for a = 0.999; here: error terms (plus: lossy
+    state; dither would leave noise of at most 7.1 %)
     of blocks.0.attention.weight.exp_avg_sq, blocks.0.attention.bias.exp_avg_sq,
     blocks.0.mlp.weight.exp_avg_sq, blocks.0.mlp.bias.exp_avg_sq, head.weight.exp_avg_sq
 
@@ -147,6 +146,26 @@ def test_graphs_before_and_after_are_modules(reports: dict[str, CollageReport]) 
 def test_equal_treatment_is_one_row(reports: dict[str, CollageReport]) -> None:
     assert str(reports["plus"]) == reports["plus"].to_text()
     assert reports["plus"].to_text() == EXPECTED
+
+
+def test_a_report_in_a_program_is_a_line(reports: dict[str, CollageReport]) -> None:
+    assert repr(reports["plus"]) == (
+        "<CollageReport: AdamW: 10 of 15 tensors have error terms. Bytes per parameter: 10.13 "
+        "(parameters 2, state 4, error terms 4.127).>"
+    )
+    assert repr(CollageReport()) == "<CollageReport: no tensors>"
+
+
+def test_verdicts_and_what_is_done_are_told_apart(reports: dict[str, CollageReport]) -> None:
+    """A tensor that is protected is not said to be lost."""
+    p, first, second = ({name: report.tensors[i] for name, report in reports.items()} for i in range(3))
+    assert [(each.verdict, each.here) for each in p.values()] == [
+        ("loses updates", "loses updates"),
+        *[("loses updates", "exact")] * 3,
+    ]
+    assert (first["plus"].verdict, first["plus"].here) == ("fine", "dither")
+    assert (first["none"].verdict, first["none"].here) == ("fine", "fine")
+    assert [second[name].here for name in ("light", "plus")] == ["dither", "exact"]
 
 
 def test_unfolded_every_tensor_has_a_row(reports: dict[str, CollageReport]) -> None:
