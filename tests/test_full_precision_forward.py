@@ -33,6 +33,7 @@ from collage_fx import (
     offload,
     step_in_backward,
 )
+from collage_fx.choices import ErrorFormatName
 from collage_fx.errors import InvalidOptionError, UnsupportedTensorError
 from collage_fx.numerics import ERROR_FORMATS
 from tests.support.memory import left, peak
@@ -200,7 +201,9 @@ def assert_like_float32(of: Model, run: Callable[[Tensor], Tensor], other: Model
 @pytest.mark.parametrize(
     "error_format", [name for name, each in ERROR_FORMATS.items() if each.keeps_hi and each.keeps_error]
 )
-def test_the_bits_of_float32_parameters_after_many_steps(error_format: str, dtype: torch.dtype) -> None:
+def test_the_bits_of_float32_parameters_after_many_steps(
+    error_format: ErrorFormatName, dtype: torch.dtype
+) -> None:
     of = model(dtype)
     choose(of)
     optimizer = install(adamw(of.parameters()), error_format=error_format)
