@@ -18,6 +18,7 @@ __all__ = [
     "audit",
     "backend_for",
     "backend_of",
+    "checkup",
     "collage_backend",
     "error_terms",
     "explain",
@@ -66,6 +67,7 @@ if _is_reloaded or not _starts_command_line():
     from collage_fx.state.full_state import full_state_dict, load_full_state_dict, save_full_state_dict
     from collage_fx.state.replaced_state import move_state
     from collage_fx.tools.audit import audit
+    from collage_fx.tools.checkup import checkup
     from collage_fx.tools.explain import explain
     from collage_fx.tools.gpu_code import gpu_code
     from collage_fx.torch_compat.patch_averages import install as _install_averaging_support

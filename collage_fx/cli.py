@@ -445,6 +445,48 @@ def _audit(options: argparse.Namespace, _: list[str]) -> int:
     return 0 if found.is_good else FAILED
 
 
+# checkup ----------------------------------------------------------------------------------------------------
+
+
+def _add_checkup_options(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("path", help="safetensors file, file of torch.save, index of shards, or a folder with one of them")
+    add("earlier", nargs="?", help="earlier checkpoint of the same run, to compare with")
+    add("--lr", type=float, help="learning rate: adds the share of weights that no such update can move")
+    add("--weight-decay", type=float, help="weight decay of the run")
+    add("--steps", type=int, help="number of steps since the earlier checkpoint")
+    add("--optimizer", metavar="FILE", help="file of the optimizer's state_dict()")
+    add("--full", action="store_true", help="print one row per tensor")
+    add("--json", action="store_true", help="print JSON")
+    add("--html", type=_file, metavar="FILE", help="write an HTML page with histograms")
+
+
+def _checkup(options: argparse.Namespace, _: list[str]) -> int:
+    from collage_fx.errors import CheckpointMismatchError
+    from collage_fx.tools.checkup import checkup
+
+    try:
+        found = checkup(
+            options.path,
+            options.earlier,
+            lr=options.lr,
+            weight_decay=options.weight_decay,
+            steps=options.steps,
+            optimizer=options.optimizer,
+            progress=True,
+        )
+    except CheckpointMismatchError as error:  # a file that is no checkpoint; status 1 is for findings
+        raise UsageError(str(error)) from error
+    print(found.to_json() if options.json else found.to_text(full=options.full))
+    if options.html:
+        try:
+            written = found.save_html(options.html)
+        except OSError as error:
+            raise UsageError(f"--html {options.html} cannot be written: {error.strerror}") from error
+        print(f"\nWritten: {written}", file=sys.stderr if options.json else sys.stdout)
+    return 0 if found.is_good else FAILED
+
+
 # error ------------------------------------------------------------------------------------------------------
 
 
@@ -494,6 +536,11 @@ COMMANDS = {
         "measure the precision of an optimizer in low precision (mostly about half a minute)",
         _audit,
         _add_audit_options,
+    ),
+    "checkup": Command(
+        "tell from a checkpoint whether it was trained without master weights, and what that has frozen",
+        _checkup,
+        _add_checkup_options,
     ),
     "doctor": Command(
         "versions, compiler, devices, and whether roundings survive on each", _doctor, _add_doctor_options

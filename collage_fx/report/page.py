@@ -87,13 +87,22 @@ def html_page(
         for part in _section(graphs, subject, rows, kernels=kernels, metrics=metrics)
     )
     body += "".join(f"<p>{escape(note)}</p>" for note in notes)
+    return html_document(
+        ", ".join(by_subject) or "report",
+        "What collage_fx did",
+        body or "<p>Nothing has been compiled yet.</p>",
+    )
+
+
+def html_document(title: str, heading: str, body: str) -> str:
+    """Put the body of a page, as HTML, into a document that needs nothing else."""
     return (
         '<!DOCTYPE html>\n<html xmlns="http://www.w3.org/1999/xhtml" lang="en"><head><meta charset="utf-8"/>'
         f'<meta http-equiv="Content-Security-Policy" content="{POLICY}"/>'
         '<meta name="viewport" content="width=device-width"/>'
-        f"<title>collage_fx: {escape(', '.join(by_subject) or 'report')}</title>"
+        f"<title>collage_fx: {escape(title)}</title>"
         f"<style>{STYLE}</style></head>\n"
-        f"<body><h1>What collage_fx did</h1>{body or '<p>Nothing has been compiled yet.</p>'}"
+        f"<body><h1>{escape(heading)}</h1>{body}"
         f"<p class='names'>torch {escape(torch.__version__)}</p></body></html>\n"
     )
 
@@ -128,7 +137,7 @@ def _section(
         yield from _code(newest)
 
 
-def _html_table(rows: Iterable[Sequence[object]], headers: Sequence[str], numbers: int) -> str:
+def html_table(rows: Iterable[Sequence[object]], headers: Sequence[str], numbers: int) -> str:
     """Write a table, of which the last ``numbers`` columns are numbers."""
     align = ["left"] * (len(headers) - numbers) + ["right"] * numbers
     return tabulate(rows, headers=headers, tablefmt="html", colalign=align, disable_numparse=True)
@@ -164,7 +173,7 @@ def _memory_table(graphs: Sequence[GraphReport], rows: Sequence[TensorReport]) -
         newest = {row.name: row for of_graph in of_choice for row in of_graph}
         lines.append((label, f"{bytes_per_parameter(list(newest.values()))['total']:.4g}"))
     formats = "; ".join(f"{name}: {fmt.precision}" for name, fmt in ERROR_FORMATS.items())
-    return f"{_html_table(lines, ('strategy', 'bytes'), 1)}<p class='names'>{escape(formats)}</p>"
+    return f"{html_table(lines, ('strategy', 'bytes'), 1)}<p class='names'>{escape(formats)}</p>"
 
 
 #: Columns of the table of updates: heading -> attribute, a share or a ratio.
@@ -190,7 +199,7 @@ def _metrics(metrics: Metrics, subject: str) -> Iterator[str]:
         if is_own
     ]
     yield f"<h3>Updates of step {measured[-1]}</h3>"
-    yield _html_table(rows, ("tensors", "module", *MEASURED), len(MEASURED))
+    yield html_table(rows, ("tensors", "module", *MEASURED), len(MEASURED))
 
 
 def _measured(quality: UpdateQuality) -> Iterator[str]:

@@ -5,7 +5,7 @@ It needs no software, so that a report can be made and read anywhere.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from html import escape
 
 from collage_fx.report.pictures import Picture, pass_color
@@ -40,6 +40,49 @@ def svg(pictures: Sequence[Picture], titles: Sequence[str], passes: Sequence[str
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{left:.0f}" height="{tallest:.0f}" '
         f'viewBox="0 0 {left:.0f} {tallest:.0f}" font-family="monospace" font-size="11">'
         f'<rect width="100%" height="100%" fill="#ffffff"/>{"".join(bodies)}</svg>'
+    )
+
+
+#: Width of a histogram's bars, and height of the highest bar.
+BAR_WIDTH, BAR_HEIGHT = 9.0, 160.0
+
+
+def histogram(
+    counts: Sequence[float], *, labels: Mapping[int, str], marked: Collection[int], line: Sequence[float] = ()
+) -> str:
+    """Draw a histogram: a bar for each count.
+
+    Args:
+        counts: heights of the bars.
+        labels: texts below some bars, by index.
+        marked: indices of bars in another colour.
+        line: heights of a curve in front of the bars.
+    """
+    highest = max([*counts, *line, 1])
+    width = 2 * MARGIN + BAR_WIDTH * len(counts)
+    bottom = MARGIN + BAR_HEIGHT
+
+    def y(count: float) -> float:
+        return bottom - BAR_HEIGHT * count / highest
+
+    body = "".join(
+        f'<rect x="{MARGIN + i * BAR_WIDTH:.1f}" y="{y(count):.1f}" width="{BAR_WIDTH - 1:.1f}" '
+        f'height="{bottom - y(count):.1f}" fill="{"#D55E00" if i in marked else "#0072B2"}">'
+        f"<title>{count:,.10g}</title></rect>"
+        for i, count in enumerate(counts)
+    )
+    points = " ".join(f"{MARGIN + (i + 0.5) * BAR_WIDTH:.1f},{y(value):.1f}" for i, value in enumerate(line))
+    if points:
+        body += f'<polyline points="{points}" fill="none" stroke="#000000" stroke-dasharray="4 2"/>'
+    body += "".join(
+        f'<text x="{MARGIN + (i + 0.5) * BAR_WIDTH:.1f}" y="{bottom + 14:.0f}" text-anchor="middle">'
+        f"{escape(text)}</text>"
+        for i, text in labels.items()
+    )
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="{width:.0f}" height="{bottom + 22:.0f}" '
+        f'font-family="monospace" font-size="11"><rect width="100%" height="100%" fill="#ffffff"/>'
+        f"{body}</svg>"
     )
 
 

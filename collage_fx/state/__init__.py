@@ -41,3 +41,4 @@ from collage_fx.state.optimizers import (
 )
 from collage_fx.state.packed import is_packed, unpack
 from collage_fx.state.replaced_state import note_held, note_step, noting_steps, settle_replaced
+from collage_fx.state.safetensors_file import SafetensorsFile

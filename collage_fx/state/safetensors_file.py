@@ -11,6 +11,7 @@ from __future__ import annotations
 import ctypes
 import json
 import math
+import mmap
 import os
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
@@ -28,10 +29,15 @@ DTYPES = {
     "BF16": torch.bfloat16,
     "F8_E4M3": torch.float8_e4m3fn,
     "F8_E5M2": torch.float8_e5m2,
+    "F8_E8M0": torch.float8_e8m0fnu,
+    "C64": torch.complex64,
     "I64": torch.int64,
     "I32": torch.int32,
     "I16": torch.int16,
     "I8": torch.int8,
+    "U64": torch.uint64,
+    "U32": torch.uint32,
+    "U16": torch.uint16,
     "U8": torch.uint8,
     "BOOL": torch.bool,
 }
@@ -79,9 +85,10 @@ def write_safetensors(
 
 
 class SafetensorsFile(Mapping[str, Tensor]):
-    """Mapping of a file's tensors by name, on the CPU: views of the file's memory map.
+    """Mapping of a file's tensors by name, on the CPU; each lookup maps the bytes of one tensor.
 
-    Raises CheckpointMismatchError if the file does not have the format.
+    The mapping ends with the tensor, so that a program that reads one tensor after the other holds one in
+    memory. Raises CheckpointMismatchError if the file does not have the format.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
@@ -105,14 +112,19 @@ class SafetensorsFile(Mapping[str, Tensor]):
                 where=os.fspath(path),
                 remedy="give a file that safetensors, or collage_fx.save_full_state_dict, has written",
             ) from error
-        self._data = torch.from_file(os.fspath(path), shared=False, size=size, dtype=torch.uint8)[
-            8 + length :
-        ]
+        self._path = path
+        self._begin = 8 + length
 
     def __getitem__(self, name: str) -> Tensor:
         dtype, shape, start, end = self._entries[name]
-        data = self._data[start:end]
-        if data.storage_offset() % dtype.itemsize:
+        if start == end:
+            return torch.empty(shape, dtype=dtype)
+        start, end = self._begin + start, self._begin + end
+        page = start - start % mmap.ALLOCATIONGRANULARITY
+        with open(self._path, "rb") as file:
+            memory = mmap.mmap(file.fileno(), end - page, access=mmap.ACCESS_COPY, offset=page)
+        data = torch.frombuffer(memory, dtype=torch.uint8, count=end - start, offset=start - page)
+        if data.data_ptr() % dtype.itemsize:
             data = data.clone()
         return data.view(dtype).view(shape)
 
