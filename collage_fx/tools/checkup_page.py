@@ -182,7 +182,7 @@ def _of_powers(counts: Tensor, dtype: torch.dtype) -> Iterator[str]:
         center = (column + 2) * width
         around = counts[center - BESIDE : center + BESIDE + 1].double()
         around[:BESIDE] *= 2
-        line = [float(below[column])] * BESIDE + [0.375 * float(below[column] + above[column])]
+        line = [float(below[column])] * BESIDE + [0.75 * max(float(below[column]), float(above[column]))]
         line += [float(above[column])] * BESIDE
         exponent = first_exponent(dtype) + column
         yield f"<h3>2**{exponent} = {2.0**exponent:g}</h3>"

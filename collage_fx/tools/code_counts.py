@@ -7,11 +7,12 @@ there, too. So weights collect at exact powers of two: 1.4 to 40 times as many a
 expect. Weights rounded from master weights have a smooth density across 2**k; so have weights with error
 terms or stochastic rounding, and weights that an initializer draws. ``docs/checkup.md`` has measurements.
 
-The expected number at 2**k is that of the mean of the densities below and above, each over a sixteenth of
-2**k. The code 2**k stands for the numbers from a quarter ulp below to half an ulp above, where an ulp is that
-of the binade above: for 3/4 as many as a code above. Weights that were rounded twice, or that lie on a grid,
-have uneven counts everywhere. So the codes at 5/4, 3/2 and 7/4 of 2**k, where rounding to nearest leaves no
-mark, are counted for comparison.
+The expected number at 2**k is that of the larger one of the densities below and above, each over a sixteenth
+of 2**k: the other one may be lower because the distribution ends there. The code 2**k stands for the numbers
+from a quarter ulp below to half an ulp above, where an ulp is that of the binade above: for 3/4 as many as a
+code above, or for as many if a conversion has cut bits off; then all powers of two have 4/3 of the usual
+share. Weights that were rounded twice, or that lie on a grid, have uneven counts everywhere. So the codes at
+5/4, 3/2 and 7/4 of 2**k, where rounding to nearest leaves no mark, are counted for comparison.
 """
 
 from __future__ import annotations
@@ -36,12 +37,19 @@ LEAST_EXPECTED = 10
 LEAST_FACTOR = 1.1
 #: Excess in standard deviations beyond LEAST_FACTOR that is no chance: 3e-7 a power of two.
 LEAST_SIGNIFICANCE = 5.0
+#: Error of an expected number, relative to it, that the slope of the density may cause.
+SLOPE = 0.1
+#: Share of a power of two, relative to the usual one, if a conversion cuts bits off; and what it takes to
+#: assume so: number of powers, largest deviation of each, and of their mean square.
+CUT_OFF, FEWEST_CUT_OFF, MOST_DEVIATION, MOST_SQUARES = 4 / 3, 3, 3.5, 2.0
 #: Factor by which numbers of a table exceed their neighbours.
 TABLE_FACTOR = 1.5
 #: Numbers of adjacent powers of two that are taken together.
 SPANS = (1, 2, 3)
 #: Ratio of densities on both sides of a power of two beyond which it is the edge of the distribution.
 EDGE = 10
+#: Factor of the counts at 5/4, 3/2 and 7/4, relative to their neighbours, beyond which numbers are on a grid.
+UNEVEN = 2.0
 
 #: Rows of :func:`power_sums`.
 AT, BELOW, ABOVE, COMPARED, COMPARED_EXPECTED = range(5)
@@ -186,11 +194,19 @@ def pile_ups(sums: Tensor, dtype: torch.dtype) -> list[PileUp]:
     """
     width = (1 << (STORAGE_FORMATS[dtype].precision - 1)) // 16
     at, below, above, compared, compared_expected = sums
-    is_inside = ((above * EDGE >= below) & (below * EDGE >= above)).tolist()
-    expected = (0.75 * (below + above) / 2).tolist()
-    variance = (0.375**2 * (below / width + above / width)).tolist()  # of means of 2 * width and width codes
+    is_even = (compared <= UNEVEN * compared_expected.clamp(min=1)) & (below > 0) & (above > 0)
+    is_inside = ((above * EDGE >= below) & (below * EDGE >= above) & is_even).tolist()
+    expected = (0.75 * torch.maximum(below, above)).tolist()
+    variance = (
+        0.75**2 * torch.maximum(below, above) / width
+    ).tolist()  # of means of 2 * width and width codes
     uneven = (compared / compared_expected.clamp(min=1)).clamp(min=1).tolist()
     observed = at.tolist()
+    least = max(LEAST_EXPECTED, max(expected) / EDGE)  # the slope is steep in the tails
+    tested = [i for i, inside in enumerate(is_inside) if inside and expected[i] >= least]
+    if _are_cut_off([(observed[i], expected[i], variance[i]) for i in tested]):
+        expected = [CUT_OFF * each for each in expected]
+        variance = [CUT_OFF**2 * each for each in variance]
     found = []
     for span in SPANS:
         for first in range(len(observed) - span + 1):
@@ -205,6 +221,26 @@ def pile_ups(sums: Tensor, dtype: torch.dtype) -> list[PileUp]:
             exponent = first_exponent(dtype) + first + span - 1
             found.append(PileUp(exponent, span, int(number), total, excess))
     return found
+
+
+def _are_cut_off(tested: list[tuple[float, float, float]]) -> bool:
+    """Return whether all powers of two have the share of numbers that were cut off, instead of rounded.
+
+    Args:
+        tested: observed and expected numbers, and variances of the latter.
+    """
+    deviations = [
+        (number - CUT_OFF * wanted)
+        / math.sqrt(max(1.0, number + CUT_OFF**2 * variance + (SLOPE * wanted) ** 2))
+        for number, wanted, variance in tested
+    ]
+    total = sum(wanted for _, wanted, _ in tested)
+    return (
+        len(tested) >= FEWEST_CUT_OFF
+        and sum(number for number, _, _ in tested) > LEAST_FACTOR * total
+        and all(abs(each) < MOST_DEVIATION for each in deviations)
+        and sum(each**2 for each in deviations) < MOST_SQUARES * len(tested)
+    )
 
 
 # Two checkpoints. -------------------------------------------------------------------------------------------

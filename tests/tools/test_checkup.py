@@ -248,6 +248,29 @@ def test_numbers_rounded_twice_have_no_pile_up() -> None:
     assert not any(each.is_certain for each in tested)
 
 
+def test_numbers_cut_off_have_no_pile_up() -> None:
+    """Conversion without rounding: a power of two stands for a whole cell, 4/3 of its share otherwise."""
+    torch.manual_seed(0)
+    for numbers in (0.02 * torch.randn(1 << 20), torch.rand(1 << 20), 0.02 * torch.randn(1 << 15)):
+        cut = (numbers.view(torch.int32) & ~0xFFFF).view(torch.float32).bfloat16()
+        sums = power_sums(magnitudes(count_codes(cut)), torch.bfloat16)
+        tested = pile_ups(sums, torch.bfloat16)
+        assert len(tested) > 5
+        assert not any(each.is_certain for each in tested)
+
+
+@pytest.mark.parametrize("fan_in", [990, 1000, 1023, 4080])
+def test_an_edge_beside_a_power_of_two_is_no_pile_up(fan_in: int) -> None:
+    """Bounds of uniform initializers that lie a little above a power of two."""
+    torch.manual_seed(0)
+    bound = fan_in**-0.5
+    drawn = torch.empty(1 << 20).uniform_(-bound, bound).bfloat16()
+    assert not any(
+        each.is_certain
+        for each in pile_ups(power_sums(magnitudes(count_codes(drawn)), drawn.dtype), drawn.dtype)
+    )
+
+
 def test_a_table_of_numbers_is_told_from_weights() -> None:
     """A Fourier basis repeats numbers; an edge of the density, and even codes alone, are no table."""
     torch.manual_seed(0)
