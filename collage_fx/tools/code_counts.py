@@ -39,8 +39,8 @@ LEAST_FACTOR = 1.1
 LEAST_SIGNIFICANCE = 5.0
 #: Error of an expected number, relative to it, that the slope of the density may cause.
 SLOPE = 0.1
-#: Share of a power of two, relative to the usual one, if a conversion cuts bits off; and what it takes to
-#: assume so: number of powers, largest deviation of each, and of their mean square.
+#: Share of each power of two, relative to the usual share, after a conversion that cuts bits off, and the
+#: conditions for that: number of powers, largest deviation of each, and of their mean square.
 CUT_OFF, FEWEST_CUT_OFF, MOST_DEVIATION, MOST_SQUARES = 4 / 3, 3, 3.5, 2.0
 #: Factor by which numbers of a table exceed their neighbours.
 TABLE_FACTOR = 1.5
