@@ -466,15 +466,15 @@ def _checkup(options: argparse.Namespace, _: list[str]) -> int:
     from collage_fx.tools.checkup import checkup
 
     try:
-        found = checkup(
-            options.path,
-            options.earlier,
-            lr=options.lr,
-            weight_decay=options.weight_decay,
-            steps=options.steps,
-            optimizer=options.optimizer,
-            progress=True,
-        )
+        with clock(f"collage-fx: reading {options.path}"):
+            found = checkup(
+                options.path,
+                options.earlier,
+                lr=options.lr,
+                weight_decay=options.weight_decay,
+                steps=options.steps,
+                optimizer=options.optimizer,
+            )
     except CheckpointMismatchError as error:  # a file that is no checkpoint; status 1 is for findings
         raise UsageError(str(error)) from error
     print(found.to_json() if options.json else found.to_text(full=options.full))

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import math
 import re
-import sys
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -73,8 +72,6 @@ AROUND_ONE = (0.25, 4.0)
 FEWEST_POWERS = 3
 #: Largest share of one code in a matrix that is judged; more is a mask, or a constant.
 MOST_OF_ONE_CODE = 0.25
-#: Seconds before progress is reported, and between reports.
-PATIENCE = 2.0
 
 
 @dataclass(frozen=True)
@@ -267,7 +264,6 @@ def checkup(
     weight_decay: float | None = None,
     steps: int | None = None,
     optimizer: str | Path | None = None,
-    progress: bool = False,
 ) -> Checkup:
     """Tell whether a checkpoint was trained in bf16 or fp16 without master weights, and name frozen tensors.
 
@@ -278,7 +274,6 @@ def checkup(
         weight_decay: weight decay of the run; each step multiplies weights by ``1 - lr * weight_decay``.
         steps: number of steps from ``earlier`` to ``path``.
         optimizer: file of the optimizer's ``state_dict()``.
-        progress: whether to report progress on stderr after 2 seconds.
 
     Returns:
         verdict, reasons, and counts by tensor. One tensor is in memory at a time.
@@ -297,17 +292,9 @@ def checkup(
     before = None if earlier is None else checkpoint_tensors(Path(earlier))
     moments = () if optimizer is None else second_moments(Path(optimizer))
     counter = _Counter(lr, weight_decay or 0.0)
-    told = begun
-    checks = []
-    for number, name in enumerate(weights):
-        checks.append(counter.check(name, weights[name], None if before is None else before.get(name)))
-        if progress and time.monotonic() - told > PATIENCE:
-            told = time.monotonic()
-            print(
-                f"checkup: {number + 1} of {len(weights)} tensors, {told - begun:.0f} s",
-                file=sys.stderr,
-                flush=True,
-            )
+    checks = [
+        counter.check(name, weights[name], None if before is None else before.get(name)) for name in weights
+    ]
     verdict, reasons, notes = judge(checks)
     findings = [*_decay_findings(checks, lr, weight_decay, steps), *_moment_findings(moments)]
     if before is not None and not any(each.moves for each in checks):
