@@ -19,6 +19,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch.fx import Graph, GraphModule
 from torch.optim import Optimizer
+from torch.utils.weak import TensorWeakRef
 
 from collage_fx.budgets import Budget, best_budget, budgets_for, budgets_for_parts, refuse_excess
 from collage_fx.capture import (
@@ -83,6 +84,7 @@ from collage_fx.pipeline import ANALYSIS, MEASUREMENT, SUMMING, Pass, Stage, run
 from collage_fx.report import GraphReport, PassLog, TensorReport, tensor_report, treatments
 from collage_fx.runtime import STAND_INS, MakingStep, Member, WholeStep
 from collage_fx.state import (
+    CompensatedWrites,
     choose_new,
     has_error_terms,
     held_per_parameter,
@@ -90,6 +92,7 @@ from collage_fx.state import (
     note_compiled,
     noting_steps,
     optimizers_among,
+    owner_of_changes,
     packed_format,
     record_of,
     require_format,
@@ -215,6 +218,8 @@ class Compilation:
         self.is_compiled = all(map(is_compiled, self.optimizers.values()))
         self.request = Request(backend, {"mode": mode}, self.options.strict)
         self.left_alone = False
+        #: Indices of the inputs whose changed elements the step notes, and the tensors.
+        self.tracked: dict[int, torch.Tensor] = {}
         self.budgets: tuple[Budget, ...] = ()
 
     # -- From what Dynamo captured to what it calls
@@ -248,11 +253,21 @@ class Compilation:
                 except AliasedStateError as refusal:
                     raise_or_warn(self, refusal, strict=self.options.strict)
             with torch.set_grad_enabled(needs_grad):
-                return noting_steps(self._whole(step), optimizers)
+                return noting_steps(self._noting_changes(self._whole(step)), optimizers)
         except (CollageError, TraceWhole):
             for optimizer in optimizers:  # no step has been taken: remove state that the trace has made
                 forget_new_state(optimizer)
             raise
+
+    def _noting_changes(self, step: Callable[..., Any]) -> Callable[..., Any]:
+        """Wrap the step of a whole graph so that its writes to tracked tensors are known to be its own."""
+        references = [*map(TensorWeakRef, self.tracked.values())]
+
+        def noting(*arguments: Any) -> Any:
+            with CompensatedWrites([each for each in (reference() for reference in references) if each is not None]):
+                return step(*arguments)
+
+        return noting if references else step
 
     def _refuse_unless_by_members(self, step: WholeStep | Reason) -> None:
         """Raise if a step would read the stand-ins of absent gradients, which have no memory."""
@@ -364,7 +379,9 @@ class Compilation:
                 families.members, repetition.members, strict=bool(families.members)
             )
         ]
-        return WholeStep(step, bound, passed, indices, gradients, members, families.distributed)
+        return WholeStep(
+            step, bound, passed, indices, gradients, members, families.distributed, list(self.tracked)
+        )
 
     def _step_of_one(
         self,
@@ -500,6 +517,7 @@ class Compilation:
             step.
         """
         started = time.perf_counter()
+        self.tracked = {}
         program = self._accepted(gm, infos, repetition)
         before = copy_of(gm)
         as_captured = program.before_passes(before)
@@ -521,6 +539,11 @@ class Compilation:
                     choose_new(tensor, keep=state.compensated)
         known_packed = any(map(_packed_format, infos))
         self._drop_codes(program)
+        for state in program.states:
+            for index in repetition.copies[state.position] if state.changed is not None else ():
+                tensor = program.infos[index].tensor
+                assert tensor is not None
+                self.tracked[index] = owner_of_changes(tensor)
         with generated_code() as code:
             if is_rewritten:
                 made = self._lower(program, example_inputs, inductor_options, gm)
@@ -593,6 +616,7 @@ class Compilation:
             changes=self.options.changes,
             packed=None if packed is None or self.recorded else PACKED_FORMATS[packed],
             takes_float32=self._packs_float32,
+            tracks_changes=self.options.track_changes,
         )
         inputs, stores = placeholders(program.gm.graph), copies_to_inputs(program.gm.graph)
         program.already_compensated = frozenset(

@@ -71,6 +71,7 @@ class Options:
     state: str | None
     bytes_per_parameter: float | None
     changes: Changes = "summed"
+    track_changes: bool = False
     passes: tuple[Pass, ...] = PIPELINE
 
     @property
@@ -106,7 +107,19 @@ class Options:
         refuse_unless("strict", self.strict, (True, False))
         refuse_unless("mode", self.mode, (None, *MODES))
         refuse_unless("rounding", self.rounding, get_args(Rounding))
-        refuse_unless("changes", self.changes, get_args(Changes))
+        refuse_unless(
+            "changes",
+            self.changes,
+            get_args(Changes),
+            "or track_changes=True for the weights that a step changes, as collage_fx.changes(model) gives them",
+        )
+        refuse_unless("track_changes", self.track_changes, (True, False))
+        if self.track_changes and self.strategy == "none":
+            raise InvalidOptionError(
+                "track_changes=True needs a step that is rewritten, and strategy='none' rewrites none",
+                where="track_changes",
+                remedy="use another strategy, such as 'light'",
+            )
         refuse_unless(
             "state",
             self.state,

@@ -1,6 +1,7 @@
 """Code that this package writes itself: the C++ of a rule's kernel, printed from its graph."""
 
 from collage_fx.codegen.address_tables import (
+    BITMAP,
     CELL,
     FIRST_OF_PIECE,
     LENGTH,

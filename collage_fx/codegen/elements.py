@@ -31,7 +31,7 @@ from torch.fx import Graph, Node
 
 from collage_fx.codegen.functions import CONVERT, Function, expression, function_of
 from collage_fx.codegen.spellings import STORED_AS_BITS, NoSpelling
-from collage_fx.graph import ELEMENTWISE, tensor_value, trace_of, update_sizes, update_sums, values_of_update
+from collage_fx.graph import ELEMENTWISE, mark_changed, tensor_value, trace_of, update_sizes, update_sums, values_of_update
 from collage_fx.numerics import (
     BLOCK_CODES,
     BLOCK_OPERATORS,
@@ -91,12 +91,15 @@ SLOW = (*QUOTIENTS, aten.sqrt.default)
 #: Most quotients that one loop hands to the next.
 MOST_QUOTIENTS = 2
 
+#: Operators of ours whose results are neither numbers nor of elements.
+VECTORS = (update_sums, update_sizes, mark_changed)
+
 #: Operators that add all elements up.
 TOTALS = (aten.sum.default, aten.mean.default)
 
 
 class Kind(Enum):
-    """Number of values of a node: a single value, a value for each row, element and so on, or a row of sums.
+    """Number of values of a node: a single value, a value for each row, element and so on, or a vector.
 
     What is made of two kinds is of the later one, but of a row's and a column's value it is an element's.
     """
@@ -114,6 +117,7 @@ _KINDS: dict[Any, Kind] = {
     place: Kind.OF_ELEMENT,
     largest_magnitude: Kind.OF_BLOCK,
     sums_of: Kind.SUMS,
+    mark_changed: Kind.SUMS,
     **dict.fromkeys(TOTALS, Kind.SUMS),
 }
 
@@ -137,6 +141,7 @@ class Elements:
         stores: stores of elements, of values per block, and of scalars.
         rows: stores of sums, and of counts, over the elements.
         totals: stores of the sums of all elements, of which the caller makes sums and means.
+        bitmaps: stores of bitmaps of the elements.
         written: inputs that something is stored into.
         largest: the largest magnitudes of blocks.
         is_matrix: whether there are values of rows or columns.
@@ -154,9 +159,11 @@ class Elements:
         stores = [Store(*copy.args) for copy in copies]
         self.rows = [store for store in stores if store.value.target in (sums_of, measures.size_bin)]
         self.totals = [store for store in stores if store.value.target in TOTALS]
-        self.stores = [store for store in stores if store not in (*self.rows, *self.totals)]
+        self.bitmaps = [store for store in stores if store.value.target is mark_changed]
+        apart = (*self.rows, *self.totals, *self.bitmaps)
+        self.stores = [store for store in stores if store not in apart]
         self.written = {store.into for store in stores}
-        self._row_inputs = {store.into for store in (*self.rows, *self.totals)}
+        self._row_inputs = {store.into for store in apart}
         self.nodes = [node for node in graph.nodes if node.op in ("placeholder", "call_function")]
         self.kinds: dict[Node, Kind] = {}
         for node in self.nodes:
@@ -281,7 +288,7 @@ def has_spelling(node: Node) -> bool:
 
     An operation whose result is no tensor (a list of tensors, a size) has none.
     """
-    if node.target in FUNCTIONS or node.target in (PHASES, *BLOCK_OPERATORS, update_sums, update_sizes):
+    if node.target in FUNCTIONS or node.target in (PHASES, *BLOCK_OPERATORS, *VECTORS):
         return True
     result = tensor_value(node)
     if result is None:

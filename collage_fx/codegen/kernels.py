@@ -136,8 +136,9 @@ class _Flat:
         ]
         self.apart = {store: f"{store.into.name}_out" for store in self.stores if _is_apart(store)}
         self.totals = [(store.into.name, store.value.all_input_nodes[0]) for store in elements.totals]
+        self.bitmaps = [(store.into.name, store.value.all_input_nodes[1]) for store in elements.bitmaps]
         measured = [value for _, values in self.sums for value in values]
-        measured += [value for _, value in self.totals]
+        measured += [value for _, value in (*self.totals, *self.bitmaps)]
         self.kept = elements.kept([*(store.value for store in self.stores), *measured])
         early = dict.fromkeys([*self.kept, *elements.tested, *elements.in_blocks])
         self.quotients, self.first, self.second = elements.cut(list(early))
@@ -201,6 +202,7 @@ class _Flat:
             self.names.functions[f"SumsOf{len(values)}"] = sums_class(sums_of_values(len(values)), CHUNK)
         for total, _ in self.totals:
             lines += [_buffer(f"{total}_of", "float"), f"double {total}_lanes[16] = {{}};"]
+        lines += [_buffer(f"{words}_of", "int32_t") for words, _ in self.bitmaps]
         return lines
 
     def _reads(self) -> list[str]:
@@ -224,6 +226,7 @@ class _Flat:
             buffers = ", ".join(f"{row}_of{k}" for k, _ in enumerate(values))
             lines.append(f"sums_of_{row}.add({buffers}, count);")
         lines += [f"add_up({total}_lanes, {total}_of, count);" for total, _ in self.totals]
+        lines += [f"set_bits({words}, at, {words}_of, count);" for words, _ in self.bitmaps]
         return lines
 
     def _loops(self) -> list[str]:
@@ -301,7 +304,7 @@ class _Flat:
         of_blocks = [store.value for store in self.block_stores]
         wanted = [_stored(store) for store in self.stores]
         wanted += [value for _, values in self.sums for value in values]
-        wanted += [value for _, value in self.totals]
+        wanted += [value for _, value in (*self.totals, *self.bitmaps)]
         given = {**self.known, **known, **blocks}
         done = Statements(self.names, [*wanted, *of_blocks], given, finite=finite, before_stores=True)
         lines = list(done.lines)
@@ -311,7 +314,9 @@ class _Flat:
             lines.append(f"{into} = {value};")
         for row, values in self.sums:
             lines += [f"{row}_of{k}[j] = {bare(done.texts[value])};" for k, value in enumerate(values)]
-        lines += [f"{total}_of[j] = {bare(done.texts[value])};" for total, value in self.totals]
+        lines += [
+            f"{vector}_of[j] = {bare(done.texts[value])};" for vector, value in (*self.totals, *self.bitmaps)
+        ]
         at = f"at / {self.elements.width} + block"
         end = [f"{store.into.name}[{at}] = {done.texts[store.value]};" for store in self.block_stores]
         return self._loop(lines, done.of_block, end)

@@ -59,10 +59,12 @@ from collage_fx.graph.operator_facts import (
     weighted_sum,
 )
 from collage_fx.graph.operators import (
+    differs,
     ELEMENTWISE,
     FLOATS,
     Sums,
     once,
+    mark_changed,
     rest,
     round_to_storage,
     size_of_update,
@@ -170,6 +172,8 @@ __all__ = [
     "read_recurrence",
     "repeated_graph",
     "rest",
+    "differs",
+    "mark_changed",
     "restore",
     "results_to_inputs",
     "round_to_storage",

@@ -129,6 +129,8 @@ class StateTensor:
         dithers_sum: set by ``sum-changes``: whether the sum that is stored is rounded by dither.
         intended: set by ``compensate-wide``: the float32 new value that is split and stored.
         row: set by ``measure``: placeholders of the row that its sums and sizes are stored into.
+        changed: set by ``allocate`` for a parameter whose changes are tracked: placeholder of the words of a
+            bitmap of its changed elements.
     """
 
     placeholder: Node
@@ -149,6 +151,7 @@ class StateTensor:
     dithers_sum: bool = False
     intended: Node | None = None
     row: tuple[Node, ...] = ()
+    changed: Node | None = None
 
     @property
     def compensated(self) -> bool:
@@ -179,7 +182,13 @@ class StateTensor:
 
     @property
     def added_inputs(self) -> tuple[Node, ...]:
-        """Placeholders of an expansion other than hi."""
+        """Placeholders of an expansion other than hi, and of the bitmap of changed elements."""
+        encoded = self.encoded
+        return encoded if self.changed is None else (*encoded, self.changed)
+
+    @property
+    def encoded(self) -> tuple[Node, ...]:
+        """Placeholders that the error format's ``store`` takes behind hi."""
         return self.auxiliaries if self.start is None else (*self.auxiliaries, self.start)
 
     @property
@@ -252,6 +261,7 @@ class StepProgram:
         changes: whether the changes of a state are summed before they are added to it, likewise.
         summed: set by ``sum-changes``: number of updates that it has rewritten.
         packed: ``(format of signed state, format of never negative state)`` if state is packed; else None.
+        tracks_changes: whether each parameter gets a bitmap of its changed elements.
         takes_float32: whether float32 parameters and their state are among ``states``, because state is to be
             packed or its bytes are limited.
         captured: a copy of the graph as captured if the step is measured; else None.
@@ -275,6 +285,7 @@ class StepProgram:
     summed: int = 0
     packed: tuple[ErrorFormat, ErrorFormat] | None = None
     takes_float32: bool = False
+    tracks_changes: bool = False
     captured: GraphModule | None = None
     states: list[StateTensor] = field(default_factory=list)
     reads: list[ReadExpansion] = field(default_factory=list)
@@ -330,6 +341,7 @@ class StepProgram:
             rounding=self.rounding,
             packed=self.packed,
             takes_float32=self.takes_float32,
+            tracks_changes=self.tracks_changes,
             changes=self.changes,
         )
 

@@ -19,6 +19,7 @@ from collage_fx.graph import (
     Reasons,
     Repetition,
     Role,
+    StateTensor,
     StepProgram,
     Unit,
     copies_to_inputs,
@@ -128,7 +129,12 @@ def lower(
     if (first := next((fault for way, fault in why if way == "by the usual code"), None)) is not None:
         warn(_failed(first, program.infos, is_compiled=is_compiled))
     bindings = [
-        bind(index, program.infos[index], state.error_format)
+        bind(
+            index,
+            program.infos[index],
+            state.error_format,
+            tracks=isinstance(state, StateTensor) and state.changed is not None,
+        )
         for state in program.expansions
         for index in repetition.copies[state.position]
     ]

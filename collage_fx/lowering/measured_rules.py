@@ -1,4 +1,4 @@
-"""Sums and counts that a kernel over a table computes instead of stores: Note [Sums of a launch]."""
+"""Sums, counts and bitmaps that a kernel over a table computes instead of stores: Note [Sums of a launch]."""
 
 from __future__ import annotations
 
@@ -9,7 +9,15 @@ import sympy
 import torch
 
 from collage_fx.codegen import MEAN, TOTAL
-from collage_fx.graph import Sums, sums_of_update, update_size, update_sizes, update_sums, update_value
+from collage_fx.graph import (
+    Sums,
+    mark_changed,
+    sums_of_update,
+    update_size,
+    update_sizes,
+    update_sums,
+    update_value,
+)
 from collage_fx.lowering.rules import TOTALS, Line, Rule
 from collage_fx.numerics import SIZES, SUMS
 from collage_fx.numerics import update_sums as measures
@@ -20,13 +28,17 @@ aten = torch.ops.aten
 
 
 def stores_of_sums(rule: Rule) -> list[tuple[int | None, Line]]:
-    """Return the stores of sums and counts of a flat rule: line of the row, None for a total, and value."""
+    """Return the stores of sums, counts and bitmaps of a flat rule, bitmaps last.
+
+    Each is the line that it is stored into, None for a total, and the line of its value.
+    """
     stored = [(into, rule.lines[value]) for into, value in rule.stores]
-    return [
+    found = [
         (into, line)
         for into, line in stored
         if line.target in (update_sums, update_sizes) or (into is None and line.target in TOTALS)
     ]
+    return found + [(into, line) for into, line in stored if line.target is mark_changed]
 
 
 def _sums_of(line: Line) -> Sums:
@@ -35,21 +47,35 @@ def _sums_of(line: Line) -> Sums:
 
 
 def values_of(line: Line) -> list[tuple[Any, tuple[Any, ...]]]:
-    """Return operators and arguments of the values that are stored for each element of a sum or count."""
+    """Return operators and arguments of the values stored for each element of a sum, count or bitmap."""
     if line.target is update_sizes:
         return [(update_size, line.args)]
     if line.target in TOTALS:
         return [(aten.clone.default, line.args)]
+    if line.target is mark_changed:
+        return [(aten.clone.default, line.args[1:])]
     return [(update_value, (*line.args, i)) for i in range(_sums_of(line).values)]
 
 
-def table_sums(rule: Rule, inputs: int) -> TableSums:
+def table_bitmaps(rule: Rule, inputs: int) -> dict[int, int]:
+    """Return the bitmaps of a kernel over a table: argument of the changed elements -> argument of words."""
+    lines = [i for i, line in enumerate(rule.lines) if line.target is None]
+    first = rule.flat + rule.is_placed
+    words = [into for into, line in stores_of_sums(rule) if line.target is mark_changed and into is not None]
+    return {inputs - len(words) + i: first + lines.index(into) for i, into in enumerate(words)}
+
+
+def table_sums(rule: Rule, inputs: int) -> TableSums | None:
     """Return the sums of a kernel over a table, whose last inputs are the values of elements."""
     lines = [line for _, line in stores_of_sums(rule)]
+    if all(line.target is mark_changed for line in lines):
+        return None
     arguments = iter(range(inputs - sum(len(values_of(line)) for line in lines), inputs))
     tensors, sizes = list[SummedValues](), list[int]()
     for line in lines:
         of_line = tuple(itertools.islice(arguments, len(values_of(line))))
+        if line.target is mark_changed:
+            continue
         if line.target is update_sizes:
             sizes += of_line
         elif line.target in TOTALS:
@@ -80,6 +106,8 @@ def summed(rule: Rule) -> tuple[Summed, ...]:
     found = []
     parts = counters = 0
     for into, line in stores_of_sums(rule):
+        if line.target is mark_changed:
+            continue
         if into is None:
             total = MEAN if line.target is aten.mean.default else TOTAL
             found.append(Summed(first + len(lines) + next(results), 0, parts, total=total))

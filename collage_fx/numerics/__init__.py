@@ -5,6 +5,7 @@ compilers.
 """
 
 from collage_fx.numerics.arithmetic import DoubleWord
+from collage_fx.numerics.bitmaps import BITS, elements_of, with_bits, words_for
 from collage_fx.numerics.blocks import (
     BLOCK,
     BLOCK_CODES,
@@ -74,19 +75,31 @@ from collage_fx.numerics.operators import define_operator
 from collage_fx.numerics.update_sums import OCTAVES, ROW, SIZES, SUMS
 
 __all__ = [
+    "AuxiliarySpec",
+    "BITS",
     "BLOCK",
     "BLOCK_CODES",
     "BLOCK_OPERATORS",
     "BLOCK_SCALES",
     "BLOCK_VALUES",
+    "Blocks",
+    "Byte",
     "CODES",
     "COUNT",
     "DITHERED",
     "DITHERED_BYTE",
     "DITHERED_SUM",
     "DITHERED_UPPER",
+    "Dither",
+    "DoubleWord",
     "ERROR_FORMATS",
+    "ErrorBound",
+    "ErrorFormat",
+    "Exact",
+    "FloatFormat",
+    "Fp32",
     "LOWER_HALF",
+    "Mcf",
     "OCTAVES",
     "PACKED_FORMATS",
     "PHASE",
@@ -100,17 +113,6 @@ __all__ = [
     "WITH_BYTE",
     "WITH_LOWER_HALF",
     "WITH_ULP_PARTS",
-    "AuxiliarySpec",
-    "Blocks",
-    "Byte",
-    "Dither",
-    "DoubleWord",
-    "ErrorBound",
-    "ErrorFormat",
-    "Exact",
-    "FloatFormat",
-    "Fp32",
-    "Mcf",
     "block_code",
     "block_scale",
     "block_unit",
@@ -122,6 +124,7 @@ __all__ = [
     "dithered_byte",
     "dithered_sum",
     "dithered_upper",
+    "elements_of",
     "format_named",
     "from_blocks",
     "in_map",
@@ -134,5 +137,7 @@ __all__ = [
     "storage_format",
     "units_of_block",
     "why_no_blocks",
+    "with_bits",
     "with_byte",
+    "words_for",
 ]

@@ -1,5 +1,11 @@
 """State that outlives a step: error terms and packed state, with saving, loading and checks."""
 
+from collage_fx.state.changed_elements import (
+    CompensatedWrites,
+    changed_elements,
+    known_changes,
+    owner_of_changes,
+)
 from collage_fx.state.checkpoint import (
     adopt,
     carry_along,
