@@ -14,25 +14,32 @@ __all__ = [
     "FullPrecisionForward",
     "GradientRelease",
     "Offload",
+    "WeightChanges",
+    "WeightPatch",
+    "apply_changes",
     "assign",
     "audit",
     "backend_for",
     "backend_of",
+    "changes",
     "checkup",
     "collage_backend",
     "error_terms",
     "explain",
+    "forget_changes",
     "full_precision_forward",
     "full_state_dict",
     "full_value",
     "gpu_code",
     "install",
+    "load_changes",
     "load_full_state_dict",
     "move_state",
     "offload",
     "optim",
     "plain_state_dict",
     "reset_error_terms",
+    "save_changes",
     "save_full_state_dict",
     "step_in_backward",
     "uninstall",
@@ -71,6 +78,15 @@ if _is_reloaded or not _starts_command_line():
     from collage_fx.tools.explain import explain
     from collage_fx.tools.gpu_code import gpu_code
     from collage_fx.torch_compat.patch_averages import install as _install_averaging_support
+    from collage_fx.weight_changes import (
+        WeightChanges,
+        WeightPatch,
+        apply_changes,
+        changes,
+        forget_changes,
+        load_changes,
+        save_changes,
+    )
 
     _install_checkpoint_support()
     _wrap_module_loading()

@@ -43,6 +43,7 @@ LAW["backend"] = {*LAW} - {"passes", "backend"}
 LAW["install"] = {*LAW} - {"passes"}
 LAW["gradient_release"] = {*LAW} - {"passes"}
 LAW["offload"] = {*LAW} - {"passes"}
+LAW["weight_changes"] = {"torch_compat", "numerics", "errors", "graph", "codegen", "state"}
 LAW["full_precision"] = {"torch_compat", "numerics", "errors", "graph", "state"}
 LAW["optim"] = {*LAW} - {"passes", "gradient_release", "offload", "full_precision"}
 LAW["tools"] = {*LAW} - {"passes", "gradient_release", "offload", "full_precision", "optim"}

@@ -18,6 +18,7 @@ from collage_fx.codegen.address_tables import (
     is_library_loaded,
     load_library,
 )
+from collage_fx.codegen.bitmaps import taken_elements
 from collage_fx.codegen.elements import has_spelling
 from collage_fx.codegen.kernels import FLAGS, flat_kernel, number_kernel
 from collage_fx.codegen.lowerings import REVISION

@@ -46,5 +46,11 @@ from collage_fx.state.optimizers import (
     unpack_state,
 )
 from collage_fx.state.packed import is_packed, unpack
-from collage_fx.state.replaced_state import note_held, note_step, noting_steps, settle_replaced
-from collage_fx.state.safetensors_file import SafetensorsFile
+from collage_fx.state.replaced_state import (
+    note_held,
+    note_step,
+    note_writes_between_steps,
+    noting_steps,
+    settle_replaced,
+)
+from collage_fx.state.safetensors_file import SafetensorsFile, write_safetensors

@@ -11,7 +11,8 @@ gets whole tensors.
 Every other write (``load_state_dict``, ``p.mul_()``, a step that does not track changes) sets no bits. So the
 version counter is read before and after each tracking step: a tensor that something else has written to in
 between has changed as a whole, for all readers. So has a tensor that has other memory. A write through
-``.data`` counts no version; the samples of Note [Written between two steps] show most of these on a CPU.
+``.data`` counts no version; the samples of Note [Written between two steps] show most of these on a CPU. Nor
+does a batch norm count what it writes to its averages: buffers are compared by a hash of 64 bits.
 
 The bitmap belongs to the object that the error terms belong to, for a DTensor to this process's shard.
 """
@@ -24,10 +25,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from collage_fx.numerics import words_for
 from collage_fx.state.error_terms import record_of
+from collage_fx.state.fingerprints import fingerprint
 from collage_fx.state.host_twins import host_twin
 from collage_fx.torch_compat import local_tensor, real_tensors, version_of
 
@@ -39,6 +42,7 @@ class ChangedElements:
     Attributes:
         version: version of the tensor up to which ``words`` has all changes.
         address: address of the memory that readers have seen.
+        hash: hash of a buffer as readers have seen it; 0 for parameters.
         words: bitmap of the elements that tracking steps have changed; empty if no step tracks the tensor.
         readers: for each reader the bitmap of elements that it lacks beside those of ``words``; None = all.
     """
@@ -46,6 +50,7 @@ class ChangedElements:
     version: int
     address: int
     words: Tensor
+    hash: int = 0
     readers: dict[str, Tensor | None] = field(default_factory=dict)
 
     def note_write(self) -> None:
@@ -54,10 +59,10 @@ class ChangedElements:
 
     def settle(self, tensor: Tensor) -> None:
         """Note the writes, and new memory, since a tracking step or a reader has seen the tensor."""
-        version, address = _version(tensor), local_tensor(tensor).data_ptr()
-        if (version, address) != (self.version, self.address):
+        now = _version(tensor), local_tensor(tensor).data_ptr(), _hash_of_buffer(tensor)
+        if now != (self.version, self.address, self.hash):
             self.note_write()
-            self.version, self.address = version, address
+            self.version, self.address, self.hash = now
 
     def take(self, reader: str) -> Tensor | None:
         """Return the bitmap of elements that a reader lacks, None = all, and note that it has them."""
@@ -140,6 +145,16 @@ class CompensatedWrites:
     def __exit__(self, *exception: Any) -> None:  # a refused step has increased version counters, too
         for known, version in zip(self._known, self._versions(), strict=True):
             known.version = version
+
+
+def _hash_of_buffer(tensor: Tensor) -> int:
+    """Return a hash of the bits of a buffer; 0 for a parameter."""
+    if isinstance(tensor, Parameter):
+        return 0
+    piece = local_tensor(tensor.detach())
+    if piece.dtype.itemsize > torch.int32.itemsize:
+        piece = piece.contiguous().view(-1).view(torch.int32)
+    return int(fingerprint(piece, ()))
 
 
 def _version(tensor: Tensor) -> int:

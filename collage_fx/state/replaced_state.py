@@ -28,6 +28,7 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from collage_fx.numerics import ErrorFormat, is_low_precision
+from collage_fx.state.changed_elements import note_write
 from collage_fx.state.claims import some
 from collage_fx.state.error_terms import hand_over, move_into, record_memory, record_of
 from collage_fx.state.optimizers import parameter_names
@@ -152,6 +153,13 @@ def note_step(optimizer: Optimizer) -> None:
     """Note that a compensated step of an optimizer has ended, with its parameters as they are."""
     if (held := _held.get(optimizer)) is not None:
         held.written.note()
+
+
+def note_writes_between_steps() -> None:
+    """Note the parameters that have been written to through ``.data`` since the last step of any optimizer."""
+    for held in list(_held.values()):
+        for tensor in held.written.written():
+            note_write(tensor)
 
 
 def noting_steps(step: Callable[..., Any], optimizers: Sequence[Optimizer]) -> Callable[..., Any]:

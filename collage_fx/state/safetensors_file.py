@@ -39,6 +39,8 @@ DTYPES = {
     "U32": torch.uint32,
     "U16": torch.uint16,
     "U8": torch.uint8,
+    "U16": torch.uint16,
+    "U32": torch.uint32,
     "BOOL": torch.bool,
 }
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
@@ -89,6 +91,9 @@ class SafetensorsFile(Mapping[str, Tensor]):
 
     The mapping ends with the tensor, so that a program that reads one tensor after the other holds one in
     memory. Raises CheckpointMismatchError if the file does not have the format.
+
+    Attributes:
+        metadata: texts of the header.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
@@ -97,6 +102,7 @@ class SafetensorsFile(Mapping[str, Tensor]):
             with open(path, "rb") as file:
                 length = int.from_bytes(file.read(8), "little")
                 header: dict[str, Any] = json.loads(file.read(length if 8 + length <= size else 0))
+            self.metadata: Mapping[str, str] = header.get(METADATA, {})
             self._entries = {
                 name: (DTYPES[entry["dtype"]], tuple(entry["shape"]), *entry["data_offsets"])
                 for name, entry in header.items()

@@ -28,6 +28,7 @@ from operator import is_
 from torch import Tensor
 
 from collage_fx.codegen import PEEKED, Peek, is_library_loaded
+from collage_fx.state.changed_elements import note_write
 from collage_fx.state.claims import some
 from collage_fx.state.error_terms import record_of, same_elements
 from collage_fx.state.packed import PackedTensor
@@ -96,6 +97,17 @@ class WriteDetector:
                 return version_of(tensor) == version and self._has_same_elements(i, self._elements, now)
         return any(each is tensor for part in self._state for each in part)
 
+    def written(self) -> list[Tensor]:
+        """Return the parameters whose sampled elements have changed since the last step."""
+        if self._elements is None or self._peek is None:
+            return []
+        now = self._peek(self.tensors)
+        return [
+            tensor
+            for i, tensor in enumerate(self.tensors)
+            if not self._has_same_elements(i, self._elements, now)
+        ]
+
     def _has_same_elements(self, i: int, before: array[int] | None, now: array[int] | None) -> bool:
         """Return whether a parameter's sampled elements are the same; True if its layout has changed."""
         if before is None or now is None or self.tensors[i].stride() != self._strides[i]:
@@ -126,6 +138,7 @@ class WriteDetector:
             is_same = self._has_same_elements(i, self._elements, elements)
             if (versions[i] == self._versions[i] and is_same) or is_written_elsewhere(tensor):
                 continue
+            note_write(tensor)
             hi = local_tensor(tensor.detach())
             if i in self._copies and self._copies[i].shape == hi.shape:
                 record.keep_where(same_elements(self._copies[i], hi))

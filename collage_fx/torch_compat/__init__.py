@@ -161,6 +161,7 @@ try:
         pytree,
         schema_of,
         sharding_of,
+        offsets_of_shard,
         start_of_shard,
         storage_of,
         version_of,

@@ -166,10 +166,16 @@ def sharding_of(tensor: torch.Tensor) -> Sharding | None:
 
 def start_of_shard(tensor: torch.Tensor) -> int:
     """Return the index, in the whole tensor, of the first element of this process's shard."""
+    offsets = offsets_of_shard(tensor)
+    return sum(offset * step for offset, step in zip(offsets, tensor.stride(), strict=True))
+
+
+def offsets_of_shard(tensor: torch.Tensor) -> tuple[int, ...]:
+    """Return the indices, in the whole tensor, of the first element of this process's shard."""
     if sharding_of(tensor) is None:
-        return 0
+        return (0,) * tensor.dim()
     (shard,) = cast(Any, tensor).__create_chunk_list__()  # as torch.distributed.checkpoint calls it
-    return sum(offset * step for offset, step in zip(shard.offsets, tensor.stride(), strict=True))
+    return tuple(shard.offsets)
 
 
 def keep_sizes(tensor: torch.Tensor) -> None:

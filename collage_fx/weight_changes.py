@@ -1,0 +1,426 @@
+"""Changed weights: patches for inference engines, and incremental checkpoints.
+
+Note [Layout of patches]
+------------------------
+A patch has the fields of vLLM's ``CheckpointWeightPatch`` in the same order (``vllm/model_executor/
+model_loader/checkpoint_weight_patch.py``): ``CheckpointWeightPatch(*patch)`` makes vLLM's of ours. A file has
+the layout of TRL's delta weight sync (``DeltaWeightTransferEngine``, pull request 5937): safetensors with
+``{name}.idx`` and ``{name}.val`` for each changed tensor. A file in which every tensor is whole has them under
+their own names, as TRL's anchors do.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, NamedTuple, cast, get_args
+
+import torch
+from torch import Tensor
+from torch.nn import Module
+
+from collage_fx.codegen import taken_elements
+from collage_fx.errors import CheckpointMismatchError, InvalidOptionError, did_you_mean
+from collage_fx.state import (
+    SafetensorsFile,
+    known_changes,
+    note_writes_between_steps,
+    owner_of_changes,
+    write_safetensors,
+)
+from collage_fx.torch_compat import local_tensor, offsets_of_shard
+
+#: Encoding of the indices in a file: ``"gap_delta"``: the gaps between changed elements, 2 bytes each (4 if a
+#: gap is larger than 65535); ``"raw"``: indices, 4 bytes each (8 in tensors of 2**31 elements or more).
+Encoding = Literal["gap_delta", "raw"]
+
+#: Endings of a sparse tensor's names in a file.
+INDICES, VALUES = ".idx", ".val"
+
+#: Name of the entry of a file's metadata for the shapes of the tensors: ``name=2,3`` in lines.
+SHAPES = "shapes"
+
+
+class WeightPatch(NamedTuple):
+    """New values of a tensor, in the coordinates of the checkpoint: Note [Layout of patches].
+
+    Attributes:
+        name: name in the model's state dict.
+        shape: shape of the whole tensor.
+        dtype: dtype of the tensor.
+        values: vector of the new values; of all elements, in row-major order, if ``indices`` is None.
+        indices: sorted vector of their indices in the whole tensor in row-major order, int32 (int64 for 2**31
+            elements or more).
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    values: Tensor
+    indices: Tensor | None = None
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of values and indices."""
+        return self.values.nbytes + (0 if self.indices is None else self.indices.nbytes)
+
+    def with_indices(self) -> WeightPatch:
+        """Return the same patch with indices of all its values."""
+        if self.indices is not None:
+            return self
+        dtype = _dtype_of_indices(math.prod(self.shape))
+        indices = torch.arange(self.values.numel(), dtype=dtype, device=self.values.device)
+        return self._replace(indices=indices)
+
+
+@dataclass(frozen=True)
+class WeightChanges(Sequence[WeightPatch]):
+    """Patches of a model: a sequence of :class:`WeightPatch`, a tensor at most once, sorted by name.
+
+    Attributes:
+        patches: the patches; tensors without changes have none.
+        elements: number of elements of all tensors of the model.
+    """
+
+    patches: tuple[WeightPatch, ...]
+    elements: int
+
+    def __getitem__(self, index: Any) -> Any:
+        return self.patches[index]
+
+    def __len__(self) -> int:
+        return len(self.patches)
+
+    def __repr__(self) -> str:
+        return (
+            f"WeightChanges({self.changed:,} of {self.elements:,} elements in {len(self)} tensors, "
+            f"{self.nbytes:,} bytes)"
+        )
+
+    @property
+    def changed(self) -> int:
+        """Number of elements with a new value."""
+        return sum(patch.values.numel() for patch in self)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all values and indices."""
+        return sum(patch.nbytes for patch in self)
+
+    @property
+    def sparse(self) -> tuple[WeightPatch, ...]:
+        """Patches with indices; vLLM loads these and :attr:`dense` in separate calls."""
+        return tuple(patch for patch in self if patch.indices is not None)
+
+    @property
+    def dense(self) -> tuple[WeightPatch, ...]:
+        """Patches of whole tensors."""
+        return tuple(patch for patch in self if patch.indices is None)
+
+    def save(self, path: str | os.PathLike[str], encoding: Encoding = "gap_delta", version: int = 0) -> None:
+        """Write a safetensors file in TRL's layout: Note [Layout of patches].
+
+        Args:
+            path: path of the file; it appears only when it is complete.
+            encoding: encoding of the indices, see :data:`Encoding`.
+            version: number for TRL's ``model_version``.
+
+        Raises:
+            InvalidOptionError: another encoding.
+        """
+        if encoding not in get_args(Encoding):
+            raise InvalidOptionError(
+                f"encoding={encoding!r} is not allowed",
+                where="encoding",
+                remedy=f"use one of {', '.join(map(repr, get_args(Encoding)))}",
+            )
+        is_sparse = bool(self.sparse) or not self
+        tensors: dict[str, Tensor] = {}
+        for patch in self:
+            if not is_sparse:
+                tensors[patch.name] = patch.values.view(patch.shape)
+                continue
+            indices = cast(Tensor, patch.with_indices().indices)
+            tensors[patch.name + VALUES] = patch.values
+            tensors[patch.name + INDICES] = _gaps(indices) if encoding == "gap_delta" else indices
+        metadata = {
+            "format": "sparse_weight_patch",
+            "version": "1",
+            "sparse": str(is_sparse),
+            "model_version": str(version),
+            "num_changed_params": str(len(self)),
+            "total_changed_elements": str(self.changed),
+            "total_elements": str(self.elements),
+            "sparsity": str(1.0 - self.changed / max(self.elements, 1)),
+            "encoding": encoding,
+            SHAPES: "\n".join(f"{patch.name}={','.join(map(str, patch.shape))}" for patch in self),
+        }
+        order = sorted(tensors, key=lambda name: (-tensors[name].dtype.itemsize, name))
+        like = {name: tensors[name].to("meta") for name in order}
+        write_safetensors(Path(path), like, (tensors[name] for name in order), metadata)
+
+    def gathered(self, group: Any = None) -> WeightChanges:
+        """Return the changes of all processes, on each of them, in host memory; all must call it.
+
+        Args:
+            group: process group; None = all processes.
+        """
+        found: list[Any] = [None] * torch.distributed.get_world_size(group)
+        own = [
+            patch._replace(
+                values=patch.values.cpu(), indices=None if patch.indices is None else patch.indices.cpu()
+            )
+            for patch in self
+        ]
+        torch.distributed.all_gather_object(found, (own, self.elements), group=group)
+        by_name: dict[str, list[WeightPatch]] = {}
+        for patch in (patch for patches, _ in found for patch in patches):
+            by_name.setdefault(patch.name, []).append(patch)
+        return WeightChanges(
+            tuple(_merged(by_name[name]) for name in sorted(by_name)), max(elements for _, elements in found)
+        )
+
+
+def changes(model: Module, reader: str = "engine") -> WeightChanges:
+    """Return the weights that have changed since a reader last took them, and note that it has them now.
+
+    A reader that takes the first time gets whole tensors; :func:`forget_changes` lets it begin later. Tensors
+    whose steps track changes (``install(opt, track_changes=True)``) give the elements whose stored bits were
+    changed by a step: of each element at least one of these steps changed the value, so a value that has
+    changed back is included. Whole tensors are given of parameters that something else has written to
+    (``load_state_dict``, ``p.mul_()``, a step that is not compensated), of other tensors of the state dict
+    that were written to, and of parameters that are not contiguous. Error terms are no part of it. It takes
+    memory for the patches alone, and 0.125 bytes an element for each reader but the first.
+
+    Args:
+        model: module whose state dict has the names of the checkpoint. A tensor with several names is given
+            under each. DTensors give the elements of this process's shard, in coordinates of the whole tensor:
+            see :meth:`WeightChanges.gathered`.
+        reader: name of the reader. Readers are independent of each other.
+
+    Not detected: a write through ``p.data`` on a GPU; on a CPU if it leaves a few sampled elements as they
+    are (Note [Written between two steps]).
+    """
+    found, taken, elements = list[WeightPatch](), dict[int, _Taken](), 0
+    note_writes_between_steps()
+    with torch.no_grad():
+        for name, tensor in _named(model):
+            elements += tensor.numel()
+            owner = owner_of_changes(tensor)
+            if id(owner) not in taken:
+                taken[id(owner)] = _taken(owner, reader)
+            values, indices = taken[id(owner)]
+            if values.numel():
+                found.append(WeightPatch(name, tuple(tensor.shape), tensor.dtype, values, indices))
+    return WeightChanges(tuple(sorted(found, key=lambda patch: patch.name)), elements)
+
+
+def forget_changes(model: Module, reader: str = "engine") -> None:
+    """Note that a reader has the weights as they are now: its next :func:`changes` begin from here.
+
+    Args:
+        model: as in :func:`changes`.
+        reader: name of the reader.
+    """
+    note_writes_between_steps()
+    for _, tensor in _named(model):
+        owner = owner_of_changes(tensor)
+        known = known_changes(owner)
+        known.settle(owner)
+        known.take(reader)
+
+
+def save_changes(
+    model: Module,
+    path: str | os.PathLike[str],
+    reader: str = "checkpoint",
+    encoding: Encoding = "gap_delta",
+) -> WeightChanges:
+    """Write the weights that have changed since the last call to a file: an incremental checkpoint.
+
+    The first call writes whole tensors, as a full checkpoint does; call :func:`forget_changes` where another
+    full checkpoint is written. :func:`load_changes` and :func:`apply_changes` restore the weights from the full
+    checkpoint and all files after it, in their order. The file is taken as written as soon as this function
+    returns: after an exception the reader gets whole tensors the next time.
+
+    Args:
+        model, reader: as in :func:`changes`. With DTensors all processes must call this; the first writes.
+        path, encoding: as in :meth:`WeightChanges.save`.
+    """
+    found = changes(model, reader)
+    try:
+        if any(local_tensor(tensor) is not tensor for _, tensor in _named(model)):
+            found = found.gathered()
+        if not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0:
+            found.save(path, encoding)
+    except BaseException:
+        for _, tensor in _named(model):
+            known_changes(owner_of_changes(tensor)).readers.pop(reader, None)
+        raise
+    return found
+
+
+def load_changes(path: str | os.PathLike[str]) -> WeightChanges:
+    """Read a file of :meth:`WeightChanges.save` or :func:`save_changes`.
+
+    Raises:
+        CheckpointMismatchError: the file is not one of these.
+    """
+    file = SafetensorsFile(path)
+    try:
+        lines = (line.rpartition("=") for line in file.metadata[SHAPES].splitlines())
+        shapes = {name: tuple(int(size) for size in sizes.split(",") if size) for name, _, sizes in lines}
+        elements, is_gaps = int(file.metadata["total_elements"]), file.metadata["encoding"] == "gap_delta"
+        patches = []
+        for name, shape in shapes.items():
+            if name in file:
+                patches.append(WeightPatch(name, shape, file[name].dtype, file[name].reshape(-1)))
+                continue
+            values, stored = file[name + VALUES], file[name + INDICES]
+            indices = _from_gaps(stored, math.prod(shape)) if is_gaps else stored
+            patches.append(WeightPatch(name, shape, values.dtype, values, indices))
+    except (KeyError, ValueError) as error:
+        raise CheckpointMismatchError(
+            f"a file without the entries of changed weights ({type(error).__name__}: {error})",
+            where=os.fspath(path),
+            remedy="give a file that collage_fx.save_changes, or WeightChanges.save, has written",
+        ) from error
+    return WeightChanges(tuple(patches), elements)
+
+
+def apply_changes(target: Module | Mapping[str, Tensor], patches: Iterable[WeightPatch]) -> None:
+    """Write changed weights into a model, or into the tensors of a state dict, in place.
+
+    Args:
+        target: the model or state dict, of the same names, shapes and dtypes. Of DTensors this process's
+            shards are written.
+        patches: :class:`WeightChanges`, or some patches.
+
+    Raises:
+        CheckpointMismatchError: a name is missing, or a shape or dtype differs; nothing has been written then.
+    """
+    held = dict(_named(target)) if isinstance(target, Module) else target
+    chosen = list(patches)
+    for patch in chosen:
+        _refuse_unlike(patch, held)
+    with torch.no_grad():
+        for patch in chosen:
+            _write(held[patch.name], patch)
+
+
+def _refuse_unlike(patch: WeightPatch, held: Mapping[str, Tensor]) -> None:
+    if patch.name not in held:
+        raise CheckpointMismatchError(
+            "changes of a tensor that is not there",
+            where=patch.name,
+            remedy=did_you_mean(patch.name, held),
+        )
+    into = held[patch.name]
+    met, wanted = (tuple(into.shape), into.dtype), (patch.shape, patch.dtype)
+    if met != wanted:
+        raise CheckpointMismatchError(
+            f"changes of a tensor of shape {wanted[0]} and {wanted[1]}, where it has shape {met[0]} and {met[1]}",
+            where=patch.name,
+            remedy="apply them to the model that they were taken from, in the same dtype",
+        )
+
+
+class _Taken(NamedTuple):
+    """Values of changed elements, and their indices; no values if nothing has changed."""
+
+    values: Tensor
+    indices: Tensor | None
+
+
+def _named(model: Module) -> Iterator[tuple[str, Tensor]]:
+    """Yield the tensors of a model's state dict, with their names."""
+    for name, value in model.state_dict(keep_vars=True).items():
+        if isinstance(value, Tensor):
+            yield name, value
+
+
+def _taken(owner: Tensor, reader: str) -> _Taken:
+    """Take the changes of a tensor for a reader."""
+    known, piece = known_changes(owner), local_tensor(owner.detach())
+    known.settle(owner)
+    bits = known.take(reader)
+    is_whole = piece.shape == owner.shape
+    if bits is None:
+        values = piece.reshape(-1).clone()
+        if is_whole:
+            return _Taken(values, None)
+        all_of_it = torch.arange(values.numel(), dtype=torch.int64, device=values.device)
+        return _Taken(values, _in_whole(all_of_it, owner, piece))
+    if not bits.numel():
+        return _Taken(piece.new_empty(0), None)
+    indices, values = taken_elements(bits, piece)
+    return _Taken(values, indices if is_whole else _in_whole(indices, owner, piece))
+
+
+def _in_whole(indices: Tensor, tensor: Tensor, piece: Tensor) -> Tensor:
+    """Convert indices of a shard, in row-major order, to indices of the whole tensor."""
+    whole = torch.zeros_like(indices, dtype=torch.int64)
+    step = 1
+    remaining = indices.long()
+    for offset, size, whole_size in reversed(
+        list(zip(offsets_of_shard(tensor), piece.shape, tensor.shape, strict=True))
+    ):
+        whole += (remaining % size + offset) * step
+        remaining //= size
+        step *= whole_size
+    return whole.to(_dtype_of_indices(tensor.numel()))
+
+
+def _write(into: Tensor, patch: WeightPatch) -> None:
+    """Write the values of a patch that belong to this process."""
+    piece = local_tensor(into.detach())
+    values = patch.values.to(piece.device)
+    if patch.indices is None:
+        values, offsets = values.view(patch.shape), offsets_of_shard(into)
+        for dim, (offset, size) in enumerate(zip(offsets, piece.shape, strict=True)):
+            values = values.narrow(dim, offset, size)
+        piece.copy_(values)
+        return
+    places = torch.unravel_index(patch.indices.to(piece.device).long(), patch.shape)
+    own = [place - offset for place, offset in zip(places, offsets_of_shard(into), strict=True)]
+    if piece.shape != into.shape:
+        is_here = torch.ones_like(values, dtype=torch.bool)
+        for place, size in zip(own, piece.shape, strict=True):
+            is_here &= (place >= 0) & (place < size)
+        own, values = [place[is_here] for place in own], values[is_here]
+    piece.index_put_(tuple(own), values)
+
+
+def _merged(patches: Sequence[WeightPatch]) -> WeightPatch:
+    """Merge the patches of a tensor's shards, or of its copies on several processes."""
+    whole = next((patch for patch in patches if patch.indices is None), None)
+    if whole is not None or len(patches) == 1:
+        return whole or patches[0]
+    indices = torch.cat([cast(Tensor, patch.indices) for patch in patches])
+    values = torch.cat([patch.values for patch in patches])
+    order = indices.argsort(stable=True)
+    indices, values = indices[order], values[order]
+    is_first = torch.ones_like(indices, dtype=torch.bool)
+    is_first[1:] = indices[1:] != indices[:-1]
+    indices, values = indices[is_first], values[is_first]
+    is_whole = indices.numel() == math.prod(patches[0].shape)
+    return patches[0]._replace(values=values, indices=None if is_whole else indices)
+
+
+def _dtype_of_indices(elements: int) -> torch.dtype:
+    return torch.int64 if elements >= 1 << 31 else torch.int32
+
+
+def _gaps(indices: Tensor) -> Tensor:
+    """Encode sorted indices as the numbers of elements between neighbours."""
+    wide = indices.long()
+    gaps = torch.diff(wide, prepend=wide.new_full((1,), -1)) - 1
+    return gaps.to(torch.uint16 if not gaps.numel() or int(gaps.max()) < 1 << 16 else torch.uint32)
+
+
+def _from_gaps(gaps: Tensor, elements: int) -> Tensor:
+    """Decode sorted indices from the numbers of elements between neighbours."""
+    return ((gaps.long() + 1).cumsum(0) - 1).to(_dtype_of_indices(elements))
