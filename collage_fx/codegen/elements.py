@@ -216,6 +216,22 @@ class Elements:
                 found.add(node)
         return found.intersection(among)
 
+    def compared(self, bitmap: Store) -> Node:
+        """Return the 16-bit input whose value before and after the kernel's store a bitmap compares.
+
+        Raises:
+            NoSpelling: the bitmap compares other values.
+        """
+        (changed,) = bitmap.value.all_input_nodes[1:]
+        before, after = changed.all_input_nodes
+        stored = {store.into: store.value for store in self.stores}
+        if not is_load(before) or (into := _operand(before)) not in stored:
+            raise NoSpelling("a bitmap of values that it does not store")
+        value = stored[into]
+        if into.meta["val"].dtype.itemsize != 2 or after not in (value, *value.all_input_nodes):
+            raise NoSpelling("a bitmap of other values than it stores")
+        return into
+
     def of_kind(self, kind: Kind, nodes: Iterable[Node]) -> list[Node]:
         """Return the nodes of a kind, among some nodes."""
         return [node for node in nodes if self.kinds[node] is kind]

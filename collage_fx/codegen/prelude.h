@@ -80,20 +80,6 @@ inline double sum_of_lanes(const double* lanes) {
   return sum;
 }
 
-// Set the bits of changed elements, 1 = changed, from an index on.
-inline void set_bits(int32_t* words, int64_t at, const int32_t* changed, int count) {
-  int begin = 0;
-  if (at % 32 == 0) {
-    for (; begin + 32 <= count; begin += 32) {
-      uint32_t word = 0;
-#pragma omp simd reduction(| : word)
-      for (int j = 0; j < 32; ++j) word |= uint32_t(changed[begin + j]) << j;
-      words[(at + begin) / 32] |= int32_t(word);
-    }
-  }
-  for (; begin < count; ++begin) words[(at + begin) / 32] |= int32_t(uint32_t(changed[begin]) << (at + begin) % 32);
-}
-
 template <class T> inline T maximum(T x, T y) { return x > y || x != x ? x : y; }
 template <class T> inline T minimum(T x, T y) { return x < y || x != x ? x : y; }
 template <class T> inline T clamp_min(T x, T least) { return x < least ? least : x; }
