@@ -253,7 +253,7 @@ class Compilation:
                 except AliasedStateError as refusal:
                     raise_or_warn(self, refusal, strict=self.options.strict)
             with torch.set_grad_enabled(needs_grad):
-                return noting_steps(self._noting_changes(self._whole(step)), optimizers)
+                return noting_steps(self._whole(step), optimizers)
         except (CollageError, TraceWhole):
             for optimizer in optimizers:  # no step has been taken: remove state that the trace has made
                 forget_new_state(optimizer)
@@ -264,7 +264,8 @@ class Compilation:
         references = [*map(TensorWeakRef, self.tracked.values())]
 
         def noting(*arguments: Any) -> Any:
-            with CompensatedWrites([each for each in (reference() for reference in references) if each is not None]):
+            tensors = (reference() for reference in references)
+            with CompensatedWrites([each for each in tensors if each is not None]):
                 return step(*arguments)
 
         return noting if references else step
@@ -305,12 +306,12 @@ class Compilation:
         """Compile the whole graph, as a single family, inside AOTAutograd's wrapper."""
 
         def inner_compile(gm: GraphModule, example_inputs: Sequence[Any], **inductor_options: Any) -> Any:
-            try:
-                return self._step_of_one(gm, example_inputs, inductor_options, not_by_family)
-            finally:
-                self._let_go()
+            return self._step_of_one(gm, example_inputs, inductor_options, not_by_family)
 
-        return self._trace(self.module, self.arguments, inner_compile)
+        try:
+            return self._noting_changes(self._trace(self.module, self.arguments, inner_compile))
+        finally:
+            self._let_go()
 
     def _trace(
         self, module: GraphModule, arguments: tuple[Any, ...], inner_compile: Callable[..., Any]

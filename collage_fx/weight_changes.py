@@ -378,7 +378,7 @@ def _write(into: Tensor, patch: WeightPatch) -> None:
     """Write the values of a patch that belong to this process."""
     piece = local_tensor(into.detach())
     values = patch.values.to(piece.device)
-    if patch.indices is None:
+    if patch.indices is None or not patch.shape:
         values, offsets = values.view(patch.shape), offsets_of_shard(into)
         for dim, (offset, size) in enumerate(zip(offsets, piece.shape, strict=True)):
             values = values.narrow(dim, offset, size)

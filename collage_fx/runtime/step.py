@@ -25,6 +25,7 @@ from collage_fx.state import (
     changed_elements,
     ensure_record,
     note_new,
+    owner_of_changes,
 )
 from collage_fx.torch_compat import Sharding, boxed_call, local_tensor
 
@@ -171,7 +172,7 @@ class WholeStep:
             return self.step(values) if present is None else self.step(values, present)
 
     def _writes(self, tracked: Sequence[int]) -> CompensatedWrites:
-        return CompensatedWrites([self.bound[index] for index in tracked])
+        return CompensatedWrites([owner_of_changes(self.bound[index]) for index in tracked])
 
     def _without(self, absent: tuple[int, ...]) -> tuple[Present | None, Picking, CompensatedWrites]:
         """Return the members that have gradients, and the inputs that are updated."""

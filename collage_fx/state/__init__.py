@@ -1,6 +1,6 @@
 """State that outlives a step: error terms and packed state, with saving, loading and checks."""
 
-from collage_fx.state.changed_elements import (
+from collage_fx.state.changed import (
     CompensatedWrites,
     changed_elements,
     known_changes,

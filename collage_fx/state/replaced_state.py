@@ -28,7 +28,7 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from collage_fx.numerics import ErrorFormat, is_low_precision
-from collage_fx.state.changed_elements import note_write
+from collage_fx.state.changed import note_write
 from collage_fx.state.claims import some
 from collage_fx.state.error_terms import hand_over, move_into, record_memory, record_of
 from collage_fx.state.optimizers import parameter_names

@@ -28,7 +28,7 @@ from operator import is_
 from torch import Tensor
 
 from collage_fx.codegen import PEEKED, Peek, is_library_loaded
-from collage_fx.state.changed_elements import note_write
+from collage_fx.state.changed import note_write
 from collage_fx.state.claims import some
 from collage_fx.state.error_terms import record_of, same_elements
 from collage_fx.state.packed import PackedTensor

@@ -108,9 +108,9 @@ def changed_elements(owner: Tensor) -> ChangedElements:
     known, piece = known_changes(owner), local_tensor(owner)
     spec = words_for(piece.numel())
     if known.words.device != piece.device or known.words.shape != spec.shape:
+        known.settle(owner)
         with real_tensors():
             known.words = spec.zeros(piece.device)
-        known.note_write()
     return known
 
 
@@ -128,7 +128,7 @@ class CompensatedWrites:
     """
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
-        self._known = [known_changes(tensor) for tensor in tensors]
+        self._known = [changed_elements(tensor) for tensor in tensors]
         self._are_whole = all(local_tensor(tensor) is tensor for tensor in tensors)
         self._tensors = tensors
 
