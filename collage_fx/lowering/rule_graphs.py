@@ -35,7 +35,8 @@ def graph_of(rule: Rule, scope: SymbolicScope, hint: int, *, by_element: bool = 
     columns = scope.length("c", hint) if rule.columns else None
     if rule.columns:
         _input(graph, "columns", scope.tensor((), (), torch.int64, rule.device))
-    words = scope.length("w", hint // BITS) if rule.bitmaps else None
+    # A kernel over a table is given the address of a bitmap, which no operation of this graph reads.
+    words = 1 if by_element or not rule.bitmaps else scope.length("w", hint // BITS)
     sizes: dict[type, Any] = {Length: length, Columns: columns, First: first, Words: words}
     made: dict[int, Node] = {}
     for i, line in enumerate(rule.lines):
