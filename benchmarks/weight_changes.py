@@ -1,8 +1,8 @@
 """``python -m benchmarks.weight_changes``: changed weights in long runs and their cost, for docs/changes.md.
 
-Runs of 10,000 steps are resumed, written to by others, and read by two readers at different times; a copy of
-the model that gets the patches has to be the model, bit for bit. Times are medians of rounds in which the step
-with and without tracking, and both ways to find what has changed, take turns.
+Runs of 10,000 steps are resumed, written to by others, and read by two readers at different times. A copy of
+the model that gets the patches has to be the model, bit for bit. Times are medians of rounds in which the
+step with and without tracking, and both ways to find changed weights, take turns.
 """
 
 from __future__ import annotations
@@ -54,6 +54,7 @@ class Layers(Module):
         torch.manual_seed(0)
         shapes = ((96, 64), (64, 96), (64,), (192, 64))
         self.weights = ParameterList(Parameter((torch.randn(shape) * 0.02).bfloat16()) for shape in shapes)
+        self.average: Tensor
         self.register_buffer("average", torch.zeros(64))
 
     def train_on(self, step: int) -> None:
@@ -140,9 +141,7 @@ def soak(
 
 
 def _wrong_elements(model: Module, copy: dict[str, Tensor]) -> int:
-    return sum(
-        int((_bits(tensor) != _bits(copy[name])).sum()) for name, tensor in model.state_dict().items()
-    )
+    return sum(int((_bits(tensor) != _bits(copy[name])).sum()) for name, tensor in model.state_dict().items())
 
 
 def _bits(tensor: Tensor) -> Tensor:

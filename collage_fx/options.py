@@ -111,7 +111,7 @@ class Options:
             "changes",
             self.changes,
             get_args(Changes),
-            "or track_changes=True for the weights that a step changes, as collage_fx.changes(model) gives them",
+            "or track_changes=True to learn by collage_fx.changes(model) which weights steps have changed",
         )
         refuse_unless("track_changes", self.track_changes, (True, False))
         if self.track_changes and self.strategy == "none":

@@ -5,8 +5,8 @@ Note [Layout of patches]
 A patch has the fields of vLLM's ``CheckpointWeightPatch`` in the same order (``vllm/model_executor/
 model_loader/checkpoint_weight_patch.py``): ``CheckpointWeightPatch(*patch)`` makes vLLM's of ours. A file has
 the layout of TRL's delta weight sync (``DeltaWeightTransferEngine``, pull request 5937): safetensors with
-``{name}.idx`` and ``{name}.val`` for each changed tensor. A file in which every tensor is whole has them under
-their own names, as TRL's anchors do.
+``{name}.idx`` and ``{name}.val`` for each changed tensor. In a file in which every tensor is whole, tensors
+have their own names, as in TRL's anchors.
 """
 
 from __future__ import annotations
@@ -197,8 +197,8 @@ def changes(model: Module, reader: str = "engine") -> WeightChanges:
 
     Args:
         model: module whose state dict has the names of the checkpoint. A tensor with several names is given
-            under each. DTensors give the elements of this process's shard, in coordinates of the whole tensor:
-            see :meth:`WeightChanges.gathered`.
+            under each. DTensors give the elements of this process's shard, in coordinates of the whole
+            tensor: see :meth:`WeightChanges.gathered`.
         reader: name of the reader. Readers are independent of each other.
 
     Not detected: a write through ``p.data`` on a GPU; on a CPU if it leaves a few sampled elements as they
@@ -242,13 +242,15 @@ def save_changes(
     """Write the weights that have changed since the last call to a file: an incremental checkpoint.
 
     The first call writes whole tensors, as a full checkpoint does; call :func:`forget_changes` where another
-    full checkpoint is written. :func:`load_changes` and :func:`apply_changes` restore the weights from the full
-    checkpoint and all files after it, in their order. The file is taken as written as soon as this function
-    returns: after an exception the reader gets whole tensors the next time.
+    full checkpoint is written. :func:`load_changes` and :func:`apply_changes` restore the weights from the
+    full checkpoint and all files after it, in their order. After an exception the reader gets whole tensors
+    the next time.
 
     Args:
-        model, reader: as in :func:`changes`. With DTensors all processes must call this; the first writes.
-        path, encoding: as in :meth:`WeightChanges.save`.
+        model: as in :func:`changes`. With DTensors all processes must call this; the first writes.
+        path: as in :meth:`WeightChanges.save`.
+        reader: as in :func:`changes`.
+        encoding: as in :meth:`WeightChanges.save`.
     """
     found = changes(model, reader)
     try:
@@ -300,7 +302,7 @@ def apply_changes(target: Module | Mapping[str, Tensor], patches: Iterable[Weigh
         patches: :class:`WeightChanges`, or some patches.
 
     Raises:
-        CheckpointMismatchError: a name is missing, or a shape or dtype differs; nothing has been written then.
+        CheckpointMismatchError: a name is missing, or a shape or dtype differs. Nothing is written then.
     """
     held = dict(_named(target)) if isinstance(target, Module) else target
     chosen = list(patches)
@@ -319,10 +321,10 @@ def _refuse_unlike(patch: WeightPatch, held: Mapping[str, Tensor]) -> None:
             remedy=did_you_mean(patch.name, held),
         )
     into = held[patch.name]
-    met, wanted = (tuple(into.shape), into.dtype), (patch.shape, patch.dtype)
-    if met != wanted:
+    if (tuple(into.shape), into.dtype) != (patch.shape, patch.dtype):
         raise CheckpointMismatchError(
-            f"changes of a tensor of shape {wanted[0]} and {wanted[1]}, where it has shape {met[0]} and {met[1]}",
+            f"changes of a tensor of shape {patch.shape} and {patch.dtype}, where it has shape "
+            f"{tuple(into.shape)} and {into.dtype}",
             where=patch.name,
             remedy="apply them to the model that they were taken from, in the same dtype",
         )

@@ -48,7 +48,8 @@ class Net(Module):
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.again(self.tied(self.norm(self.first(x))))
-        return self.last(self.averages(x.float()).to(x.dtype))
+        y: Tensor = self.last(self.averages(x.float()).to(x.dtype))
+        return y
 
 
 def backward(model: Module) -> None:
@@ -130,7 +131,9 @@ def test_patches_are_the_changed_elements(
         parameters = dict(model.named_parameters(remove_duplicate=False))
         for patch in found:
             if patch.name in parameters:
-                differ = bits(before[patch.name]).view(torch.int16) != bits(after[patch.name]).view(torch.int16)
+                differ = bits(before[patch.name]).view(torch.int16) != bits(after[patch.name]).view(
+                    torch.int16
+                )
                 assert patch.indices is not None, patch.name
                 assert patch.indices.tolist() == differ.nonzero()[:, 0].tolist()
         apply_changes(before, found)
@@ -237,7 +240,9 @@ def test_two_readers_of_a_program_that_writes_to_its_weights(make: Callable[[Any
     model = Net()
     step = trained(make, model)
     draw = random.Random(0)
-    readers = {name: {key: torch.zeros_like(tensor) for key, tensor in copied(model).items()} for name in "ab"}
+    readers = {
+        name: {key: torch.zeros_like(tensor) for key, tensor in copied(model).items()} for name in "ab"
+    }
     for _ in range(40):
         step()
         if draw.random() < 0.3:
@@ -369,6 +374,7 @@ def test_gaps_of_all_sizes(tmp_path: Path) -> None:
     for patch, loaded in zip(patches, collage_fx.load_changes(tmp_path / "file"), strict=True):
         assert patch[:3] == loaded[:3]
         assert torch.equal(bits(patch.values), bits(loaded.values))
+        assert patch.indices is not None
         assert torch.equal(patch.indices, loaded.indices)
 
 
@@ -454,15 +460,15 @@ def test_vllms_loader_takes_the_patches() -> None:
 def test_refusals(tmp_path: Path) -> None:
     optimizer = adamw(Net().parameters())
     with pytest.raises(InvalidOptionError, match="track_changes=True"):
-        collage_fx.install(optimizer, changes=True)  # type: ignore[arg-type]
+        collage_fx.install(optimizer, changes=True)
     with pytest.raises(InvalidOptionError, match="strategy='none'"):
         collage_fx.install(optimizer, track_changes=True, strategy="none")
     model = Net()
     found = changes(model)
     with pytest.raises(InvalidOptionError, match="encoding"):
         found.save(tmp_path / "file", "zip")  # type: ignore[arg-type]
+    (tmp_path / "other").write_bytes(b"no such file")
     with pytest.raises(CheckpointMismatchError):
-        (tmp_path / "other").write_bytes(b"no such file")
         collage_fx.load_changes(tmp_path / "other")
 
 
@@ -493,7 +499,7 @@ def sharded(placement: Any) -> list[int]:
     """Numbers of wrong, sparse and dense tensors of a model in pieces, after steps and foreign writes."""
     mesh = init_device_mesh("cpu", (2,))
     torch.manual_seed(0)
-    model = Module()
+    model: Any = Module()
     shapes = {"even": (64, 32), "odd": (7, 33), "vector": (96,), "row": (1, 40)}
     for name, shape in shapes.items():
         fits = not placement.is_shard(1) or len(shape) > 1
@@ -517,9 +523,11 @@ def sharded(placement: Any) -> list[int]:
         counts[1] += len(found.sparse) if i else 0
         counts[2] += len(found.dense) if i else 0
         apply_changes(copy, found)
-        whole = {name: tensor.detach().full_tensor() for name, tensor in model.named_parameters()}
-        counts[0] += sum(not torch.equal(bits(whole[name]), bits(copy[name])) for name in shapes)
-    again = Module()
+        pieces: dict[str, Any] = dict(model.named_parameters())
+        counts[0] += sum(
+            not torch.equal(bits(pieces[name].detach().full_tensor()), bits(copy[name])) for name in shapes
+        )
+    again: Any = Module()
     for name, parameter in model.named_parameters():
         again.register_parameter(name, Parameter(torch.zeros_like(parameter)))
     apply_changes(again, changes(model, "another").gathered())
@@ -544,8 +552,6 @@ def sharded_files(folder: str) -> list[str]:
     fully_shard(model)
     optimizer = adamw(model.parameters())
     collage_fx.install(optimizer, track_changes=True)
-    whole = Net()
-    del whole
     copy: State = {}
     for i in range(3):
         model(torch.randn(4, 33).bfloat16()).float().square().mean().backward()

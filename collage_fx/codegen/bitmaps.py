@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import ctypes
 import functools
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -29,8 +30,8 @@ def taken_elements(words: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         values: contiguous tensor on the same device.
 
     Returns:
-        a sorted vector of indices in row-major order, int32 (int64 for tensors of 2**31 elements or more), and
-        a vector of the dtype of ``values``.
+        a sorted vector of indices in row-major order, int32 (int64 for tensors of 2**31 elements or more),
+        and a vector of the dtype of ``values``.
     """
     flat = values.view(-1)
     dtype = torch.int64 if flat.numel() >= _LONG else torch.int32
@@ -49,12 +50,20 @@ def taken_elements(words: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
     return indices, taken
 
 
+class _Library(NamedTuple):
+    """Functions of ``bitmaps.cpp``, called with numbers."""
+
+    count_bits: Callable[..., None]
+    take_elements: Callable[..., None]
+
+
 @functools.cache
-def _load_library() -> Any:
+def _load_library() -> _Library:
     """Compile the library, or take it from Inductor's cache."""
     library = load_cpp_library(Path(__file__).with_suffix(".cpp").read_text(encoding="utf-8"))
+    count, take = library.count_bits, library.take_elements
     pointer, word = ctypes.c_void_p, ctypes.c_int64
-    library.count_bits.argtypes = [pointer, word, word, pointer, ctypes.c_int]
-    library.take_elements.argtypes = [pointer, word, word, *[pointer] * 3, word, pointer, ctypes.c_int]
-    library.count_bits.restype = library.take_elements.restype = None
-    return library
+    count.argtypes = [pointer, word, word, pointer, ctypes.c_int]
+    take.argtypes = [pointer, word, word, *[pointer] * 3, word, pointer, ctypes.c_int]
+    count.restype = take.restype = None
+    return _Library(count, take)

@@ -31,7 +31,15 @@ from torch.fx import Graph, Node
 
 from collage_fx.codegen.functions import CONVERT, Function, expression, function_of
 from collage_fx.codegen.spellings import STORED_AS_BITS, NoSpelling
-from collage_fx.graph import ELEMENTWISE, mark_changed, tensor_value, trace_of, update_sizes, update_sums, values_of_update
+from collage_fx.graph import (
+    ELEMENTWISE,
+    mark_changed,
+    tensor_value,
+    trace_of,
+    update_sizes,
+    update_sums,
+    values_of_update,
+)
 from collage_fx.numerics import (
     BLOCK_CODES,
     BLOCK_OPERATORS,

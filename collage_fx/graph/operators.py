@@ -73,8 +73,8 @@ differs = define_operator(
     torch.Tag.pointwise,
 )
 
-#: ``mark_changed(words, changed)``: the words of a bitmap with the bits of changed elements set, as one
-#: operator: Note [Changed elements] in ``state/changed.py``.
+#: ``mark_changed(words, changed)``: :func:`collage_fx.numerics.bitmaps.with_bits` as an operator. See Note
+#: [Changed elements] in ``state/changed.py``.
 mark_changed = define_operator("mark_changed(Tensor words, Tensor changed) -> Tensor", with_bits)
 
 #: ``once(x)``: ``x``, computed once and kept in memory, rather than in every place that reads it.

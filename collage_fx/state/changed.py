@@ -121,7 +121,7 @@ def note_write(tensor: Tensor) -> None:
 
 
 class CompensatedWrites:
-    """Context manager: the writes to some tensors are those of a step that tracks their changes.
+    """Context manager: inside, a step that tracks changes writes to some tensors; no other writes are noted.
 
     Args:
         tensors: objects that bitmaps belong to; they are kept alive.

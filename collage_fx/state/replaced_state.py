@@ -156,7 +156,7 @@ def note_step(optimizer: Optimizer) -> None:
 
 
 def note_writes_between_steps() -> None:
-    """Note the parameters that have been written to through ``.data`` since the last step of any optimizer."""
+    """Note the parameters that have been written to through ``.data`` since their optimizer's last step."""
     for held in list(_held.values()):
         for tensor in held.written.written():
             note_write(tensor)
