@@ -38,7 +38,7 @@ def test_taken_elements(elements: int, is_printed: bool) -> None:
     if elements % BITS:
         words[-1] &= (1 << elements % BITS) - 1
     indices, taken = taken_elements(words, values if is_printed else values.float())
-    found = [i for i in range(elements) if words[i // 32].item() >> i % 32 & 1] if elements < 1000 else None
+    found = [i for i in range(elements) if int(words[i // 32]) >> i % 32 & 1] if elements < 1000 else None
     assert indices.dtype is torch.int32
     assert found is None or indices.tolist() == found
     assert torch.equal(indices.long(), elements_of(words))
