@@ -205,6 +205,10 @@ def stepped_without_tracking(model: Any) -> None:
     model.zero_grad()
 
 
+def of_no_optimizer_through_data(model: Any) -> None:
+    model.unused.weight.data.mul_(1.1)
+
+
 def evaluated(model: Any) -> None:
     model(torch.randn(16, 33).bfloat16())  # which writes the averages
 
@@ -216,6 +220,7 @@ WRITES = (
     loaded,
     assigned,
     of_no_optimizer,
+    of_no_optimizer_through_data,
     stepped_without_tracking,
     evaluated,
 )

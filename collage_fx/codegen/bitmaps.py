@@ -61,9 +61,7 @@ class _Library(NamedTuple):
 def _load_library() -> _Library:
     """Compile the library, or take it from Inductor's cache."""
     library = load_cpp_library(Path(__file__).with_suffix(".cpp").read_text(encoding="utf-8"))
-    count, take = library.count_bits, library.take_elements
     pointer, word = ctypes.c_void_p, ctypes.c_int64
-    count.argtypes = [pointer, word, word, pointer, ctypes.c_int]
-    take.argtypes = [pointer, word, word, *[pointer] * 3, word, pointer, ctypes.c_int]
-    count.restype = take.restype = None
-    return _Library(count, take)
+    count = ctypes.CFUNCTYPE(None, pointer, word, word, pointer, ctypes.c_int)
+    take = ctypes.CFUNCTYPE(None, pointer, word, word, *[pointer] * 3, word, pointer, ctypes.c_int)
+    return _Library(count(("count_bits", library)), take(("take_elements", library)))

@@ -11,8 +11,9 @@ gets whole tensors.
 Every other write (``load_state_dict``, ``p.mul_()``, a step that does not track changes) sets no bits. So the
 version counter is read before and after each tracking step: a tensor that something else has written to in
 between has changed as a whole, for all readers. So has a tensor that has other memory. A write through
-``.data`` counts no version; the samples of Note [Written between two steps] show most of these on a CPU. Nor
-does a batch norm count what it writes to its averages: buffers are compared by a hash of 64 bits.
+``.data`` counts no version; the samples of Note [Written between two steps] show most of these on a CPU, and
+samples of parameters that no step tracks on any device. Nor does a batch norm count what it writes to its
+averages: buffers are compared by a hash of 64 bits.
 
 The bitmap belongs to the object that the error terms belong to, for a DTensor to this process's shard.
 """
@@ -42,7 +43,8 @@ class ChangedElements:
     Attributes:
         version: version of the tensor up to which ``words`` has all changes.
         address: address of the memory that readers have seen.
-        hash: hash of a buffer as readers have seen it; 0 for parameters.
+        values: hash of a buffer, or sampled elements of a parameter that no step tracks, as readers have seen
+            them; None for a parameter that a step tracks.
         words: bitmap of the elements that tracking steps have changed; empty if no step tracks the tensor.
         readers: for each reader the bitmap of elements that it lacks beside those of ``words``; None = all.
     """
@@ -50,7 +52,7 @@ class ChangedElements:
     version: int
     address: int
     words: Tensor
-    hash: int = 0
+    values: Any
     readers: dict[str, Tensor | None] = field(default_factory=dict)
 
     def note_write(self) -> None:
@@ -59,10 +61,11 @@ class ChangedElements:
 
     def settle(self, tensor: Tensor) -> None:
         """Note the writes, and new memory, since a tracking step or a reader has seen the tensor."""
-        now = _version(tensor), local_tensor(tensor).data_ptr(), _hash_of_buffer(tensor)
-        if now != (self.version, self.address, self.hash):
+        values = None if self.words.numel() else _some_values(tensor)
+        now = _version(tensor), local_tensor(tensor).data_ptr(), values
+        if now != (self.version, self.address, self.values):
             self.note_write()
-            self.version, self.address, self.hash = now
+            self.version, self.address, self.values = now
 
     def take(self, reader: str) -> Tensor | None:
         """Return the bitmap of elements that a reader lacks, None = all, and note that it has them."""
@@ -80,6 +83,9 @@ class ChangedElements:
             return None
         return taken.bitwise_or_(lacks) if lacks.numel() else taken
 
+
+#: Number of elements that are compared of a parameter that no step tracks.
+SAMPLED = 16
 
 _KNOWN = WeakTensorKeyDictionary()
 
@@ -99,7 +105,8 @@ def known_changes(owner: Tensor) -> ChangedElements:
         piece = local_tensor(owner)
         with real_tensors():
             words = torch.zeros(0, dtype=torch.int32, device=piece.device)
-        _KNOWN[owner] = known = ChangedElements(_version(owner), piece.data_ptr(), words)
+            values = _some_values(owner)
+        _KNOWN[owner] = known = ChangedElements(_version(owner), piece.data_ptr(), words, values)
     return known
 
 
@@ -108,9 +115,9 @@ def changed_elements(owner: Tensor) -> ChangedElements:
     known, piece = known_changes(owner), local_tensor(owner)
     spec = words_for(piece.numel())
     if known.words.device != piece.device or known.words.shape != spec.shape:
-        known.settle(owner)
         with real_tensors():
-            known.words = spec.zeros(piece.device)
+            known.settle(owner)
+            known.words, known.values = spec.zeros(piece.device), None
     return known
 
 
@@ -147,11 +154,13 @@ class CompensatedWrites:
             known.version = version
 
 
-def _hash_of_buffer(tensor: Tensor) -> int:
-    """Return a hash of the bits of a buffer; 0 for a parameter."""
+def _some_values(tensor: Tensor) -> Any:
+    """Return a hash of a buffer's bits, or the bits of some elements of a parameter."""
+    piece = local_tensor(tensor).detach()
     if isinstance(tensor, Parameter):
-        return 0
-    piece = local_tensor(tensor.detach())
+        flat = piece.reshape(-1) if piece.is_contiguous() else piece.flatten()
+        chosen = flat[:: max(1, flat.numel() // SAMPLED)][:SAMPLED].contiguous()
+        return chosen.view(torch.uint8).tolist()
     if piece.dtype.itemsize > torch.int32.itemsize:
         piece = piece.contiguous().view(-1).view(torch.int32)
     return int(fingerprint(piece, ()))
