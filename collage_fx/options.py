@@ -53,6 +53,7 @@ class GivenOptions(TypedDict, total=False):
     state: PackedFormatName | None
     bytes_per_parameter: float | None
     changes: Changes
+    track_changes: bool
     passes: Sequence[Pass]
 
 

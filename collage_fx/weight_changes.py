@@ -22,8 +22,9 @@ import torch
 from torch import Tensor
 from torch.nn import Module
 
+from collage_fx.choices import did_you_mean
 from collage_fx.codegen import taken_elements
-from collage_fx.errors import CheckpointMismatchError, InvalidOptionError, did_you_mean
+from collage_fx.errors import CheckpointMismatchError, InvalidOptionError
 from collage_fx.state import (
     SafetensorsFile,
     known_changes,

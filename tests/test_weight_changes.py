@@ -474,7 +474,7 @@ def test_vllms_loader_takes_the_patches() -> None:
 def test_refusals(tmp_path: Path) -> None:
     optimizer = adamw(Net().parameters())
     with pytest.raises(InvalidOptionError, match="track_changes=True"):
-        collage_fx.install(optimizer, changes=True)
+        collage_fx.install(optimizer, changes=True)  # type: ignore[arg-type]
     with pytest.raises(InvalidOptionError, match="strategy='none'"):
         collage_fx.install(optimizer, track_changes=True, strategy="none")
     model = Net()

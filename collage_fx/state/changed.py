@@ -43,7 +43,7 @@ class ChangedElements:
     Attributes:
         version: version of the tensor up to which ``words`` has all changes.
         address: address of the memory that readers have seen.
-        values: hash of a buffer, or sampled elements of a parameter that no step tracks, as readers have seen
+        seen: hash of a buffer, or sampled elements of a parameter that no step tracks, as readers have seen
             them; None for a parameter that a step tracks.
         words: bitmap of the elements that tracking steps have changed; empty if no step tracks the tensor.
         readers: for each reader the bitmap of elements that it lacks beside those of ``words``; None = all.
@@ -52,7 +52,7 @@ class ChangedElements:
     version: int
     address: int
     words: Tensor
-    values: Any
+    seen: Any
     readers: dict[str, Tensor | None] = field(default_factory=dict)
 
     def note_write(self) -> None:
@@ -63,9 +63,9 @@ class ChangedElements:
         """Note the writes, and new memory, since a tracking step or a reader has seen the tensor."""
         values = None if self.words.numel() else _some_values(tensor)
         now = _version(tensor), local_tensor(tensor).data_ptr(), values
-        if now != (self.version, self.address, self.values):
+        if now != (self.version, self.address, self.seen):
             self.note_write()
-            self.version, self.address, self.values = now
+            self.version, self.address, self.seen = now
 
     def take(self, reader: str) -> Tensor | None:
         """Return the bitmap of elements that a reader lacks, None = all, and note that it has them."""
@@ -117,7 +117,7 @@ def changed_elements(owner: Tensor) -> ChangedElements:
     if known.words.device != piece.device or known.words.shape != spec.shape:
         with real_tensors():
             known.settle(owner)
-            known.words, known.values = spec.zeros(piece.device), None
+            known.words, known.seen = spec.zeros(piece.device), None
     return known
 
 
