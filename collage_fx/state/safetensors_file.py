@@ -39,8 +39,6 @@ DTYPES = {
     "U32": torch.uint32,
     "U16": torch.uint16,
     "U8": torch.uint8,
-    "U16": torch.uint16,
-    "U32": torch.uint32,
     "BOOL": torch.bool,
 }
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
