@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
@@ -587,3 +588,47 @@ def sharded_files(folder: str) -> list[str]:
 
 def test_incremental_checkpoints_of_fsdp2(two_processes: Processes, tmp_path: Path) -> None:
     assert two_processes.run(sharded_files, str(tmp_path)) == [[], []]
+
+
+FULL = StateDictOptions(full_state_dict=True)
+
+
+def stage(saved: Any, copy: State, first: int) -> tuple[Any, State, list[str]]:
+    """Train a model from a checkpoint, in pieces where there are processes, and keep a copy by patches.
+
+    Returns:
+        the checkpoint after it, the copy, and the tensors in which the copy has been wrong.
+    """
+    torch.manual_seed(0)
+    model: Any = torch.nn.Sequential(torch.nn.Linear(33, 64), torch.nn.Linear(64, 7)).bfloat16()
+    is_cut = torch.distributed.is_initialized()
+    for each in (*model, model) if is_cut else ():
+        fully_shard(each)
+    optimizer = adamw(model.parameters())
+    collage_fx.install(optimizer, track_changes=True)
+    if saved is not None:
+        set_state_dict(model, optimizer, model_state_dict=saved[0], optim_state_dict=saved[1], options=FULL)
+    found_wrong = []
+    for i in range(first, first + 3):
+        torch.manual_seed(i)
+        model(torch.randn(4, 33).bfloat16()).float().square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        found = changes(model)
+        found = found.gathered() if is_cut else found
+        assert bool(found.sparse) == (i > first)
+        copy = copy or {patch.name: torch.zeros(patch.shape, dtype=patch.dtype) for patch in found}
+        apply_changes(copy, found)
+        for name, tensor in model.state_dict().items():
+            whole = tensor.full_tensor() if is_cut else tensor
+            found_wrong += [] if torch.equal(bits(whole), bits(copy[name])) else [name]
+    return get_state_dict(model, optimizer, options=FULL), copy, found_wrong
+
+
+def test_resumed_in_two_processes_in_one_and_in_two(two_processes: Processes) -> None:
+    (saved, copy, is_wrong), _ = two_processes.run(stage, None, {}, 0)
+    assert not is_wrong
+    saved, copy, is_wrong = stage(saved, copy, 3)
+    assert not is_wrong
+    _, (_, _, is_wrong) = two_processes.run(stage, saved, copy, 6)
+    assert not is_wrong
