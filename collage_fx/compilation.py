@@ -108,6 +108,7 @@ from collage_fx.torch_compat import (
     current_size,
     generated_code,
     inductor_compile_as_it_is,
+    inputs_written,
     needs_autograd,
     optimizer_being_stepped,
     thinned_lists,
@@ -394,6 +395,7 @@ class Compilation:
         """Make the step of the whole functional graph, compensated or unchanged."""
         self._prepare(gm)
         if not inductor_options.get("is_inference", False):  # for a backward graph, the rest is forgotten
+            self._refuse_uncompensated_update(gm)
             why = "the graph needs autograd, so it is no optimizer step"
             return self._as_captured(gm, example_inputs, inductor_options, why)
         infos = describe_inputs(placeholders(gm.graph), self.module, self.arguments, self.known)
@@ -407,6 +409,24 @@ class Compilation:
             return self._as_captured(gm, example_inputs, inductor_options, refusal.met)
         assert not isinstance(step, Reason), "a graph of one is compiled as one, if need be"
         return step
+
+    def _refuse_uncompensated_update(self, gm: GraphModule) -> None:
+        """Raise, or warn, if a graph that needs autograd updates parameters of an optimizer.
+
+        It is a step with a closure that computes a loss and calls no backward pass.
+        """
+        inputs = placeholders(gm.graph)
+        written = [inputs[i] for i in inputs_written() if i < len(inputs)]
+        for info in describe_inputs(written, self.module, self.arguments, self.known):
+            if self.options.strategy != "none" and info.role is Role.PARAMETER:
+                refusal = UncompensatedParameterError(
+                    "the step that updates it also computes something that is to be differentiated, such as "
+                    "the loss of a closure that calls no backward pass",
+                    where=info.name,
+                    remedy="collage_fx.install(optimizer), which records such a step; or call backward() in "
+                    "the closure",
+                )
+                raise_or_warn(self, refusal, strict=self.options.strict)
 
     def _prepare(self, gm: GraphModule) -> None:
         """Turn assignments of data into stores; record the step instead if eager torch would raise in it.

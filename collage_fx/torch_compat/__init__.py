@@ -37,6 +37,7 @@ try:
         DATA_ASSIGNMENTS,
         aot_input_of,
         boxed_call,
+        inputs_written,
         needs_autograd,
         versions_to_increment,
     )

@@ -86,6 +86,13 @@ def aot_input_of(
     return None
 
 
+def inputs_written() -> list[int]:
+    """Return the indices of the inputs whose values a graph changes, while AOTAutograd compiles it."""
+    context = TracingContext.try_get()
+    found = None if context is None else context.fw_metadata
+    return [] if found is None else [i for i, info in enumerate(found.input_info) if info.mutates_data]
+
+
 def versions_to_increment() -> list[int] | None:
     """Return the inputs whose version counters AOTAutograd's wrapper will increment, if it does nothing else.
 

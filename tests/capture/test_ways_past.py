@@ -14,10 +14,11 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 from torch.optim import Adagrad, AdamW, Optimizer
 
 from collage_fx import CollageBackend, full_value, install
-from collage_fx.errors import EagerStepError
+from collage_fx.errors import EagerStepError, UncompensatedParameterError
 from tests.support.training import Descent, parameters
 
 #: So small that plain bf16 loses most of each update: its error is .1 or more.
@@ -219,3 +220,21 @@ def test_other_steps_are_compensated_or_it_is_said(
     else:
         assert way in (disabled_for_dynamo, by_the_method, by_the_class, by_a_copy)
         assert found.error <= COMPENSATED
+
+
+def stepped_with_a_loss(step: Callable[..., Any], parameter: Parameter) -> None:
+    for _ in range(20):
+        parameter.grad = torch.ones_like(parameter)
+        step(lambda: (parameter * 2).sum())
+
+
+def test_a_closure_that_calls_no_backward_pass() -> None:
+    """Its loss is to be differentiated, and is computed beside the update."""
+    parameter = Parameter(torch.ones(64).bfloat16())
+    optimizer = torch.optim.SGD([parameter], lr=1e-3)
+    with pytest.raises(UncompensatedParameterError, match="closure that calls no backward"):
+        stepped_with_a_loss(torch.compile(optimizer.step, backend=CollageBackend()), parameter)
+    assert parameter[0] == 1
+    install(optimizer)
+    stepped_with_a_loss(optimizer.step, parameter)
+    assert abs(full_value(parameter)[0].item() - 0.98) <= 20 * 2.0**-24
