@@ -1,4 +1,4 @@
-"""``python -m benchmarks.weight_changes``: changed weights in long runs and their cost, for docs/changes.md.
+"""``python -m benchmarks.weight_changes runs`` (or ``costs``): changed weights, for docs/changes.md.
 
 Runs of 10,000 steps are resumed, written to by others, and read by two readers at different times. A copy of
 the model that gets the patches has to be the model, bit for bit. Times are medians of rounds in which the
@@ -27,7 +27,10 @@ import collage_fx
 from benchmarks.table import put_between
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "changes.md"
-MARKS = ("<!-- written by python -m benchmarks.weight_changes -->", "<!-- end -->")
+OF_RUNS, OF_COSTS = (
+    (f"<!-- written by python -m benchmarks.weight_changes {part} -->", f"<!-- end of {part} -->")
+    for part in ("runs", "costs")
+)
 
 OPTIONS: dict[str, dict[str, Any]] = {
     "default, 10 bytes": {},
@@ -204,12 +207,7 @@ def _seconds(function: Callable[[], Any]) -> float:
     return time.perf_counter() - start
 
 
-def main() -> None:
-    """Measure, and write the tables into the page."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--steps", type=int, default=10_000)
-    steps = parser.parse_args().steps
-    warnings.simplefilter("ignore")  # of weights that are written to between two steps
+def _write_runs(steps: int) -> None:
     runs = [("AdamW", name, adamw, options) for name, options in OPTIONS.items()]
     runs += [("Muon", name, muon, options) for name, options in MUON.items()]
     rows = []
@@ -219,18 +217,34 @@ def main() -> None:
         rows.append([optimizer, name, f"{steps:,}", events, f"{patches:,}", f"{share:.1%}", wrong])
         print(rows[-1], flush=True)
     head = ["optimizer", "options", "steps", "resumes, foreign writes", "patches", "median share", "wrong"]
-    soaked = tabulate(rows, head, tablefmt="github", disable_numparse=True)
+    put_between(PAGE, *OF_RUNS, tabulate(rows, head, tablefmt="github", disable_numparse=True))
+
+
+def _write_costs() -> None:
     rows = []
     for name, options in OPTIONS.items():
         for lr in RATES:
             torch._dynamo.reset()
             ratio, gain, share = costs(options, lr)
-            rows.append([name, f"{lr:g}", f"{share:.2%}", f"{ratio:.3f}", f"{gain:.1f}"])
+            rows.append([name, f"{lr:g}", f"{share:.1%}", f"{ratio:.3f}", f"{gain:.1f}"])
             print(rows[-1], flush=True)
     head = ["options", "lr", "changed in a step", "step, with / without", "compare / changes"]
-    timed = tabulate(rows, head, tablefmt="github", disable_numparse=True)
+    table = tabulate(rows, head, tablefmt="github", disable_numparse=True)
     where = f"torch {torch.__version__}, {torch.get_num_threads()} threads of a CPU"
-    put_between(PAGE, *MARKS, f"{soaked}\n\n{timed}\n\n({where}.)")
+    put_between(PAGE, *OF_COSTS, f"{table}\n\n({where}.)")
+
+
+def main() -> None:
+    """Measure, and write a table into the page."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("part", choices=("runs", "costs"))
+    parser.add_argument("--steps", type=int, default=10_000, help="steps of each run")
+    given = parser.parse_args()
+    warnings.simplefilter("ignore")  # of weights that are written to between two steps
+    if given.part == "runs":
+        _write_runs(given.steps)
+    else:
+        _write_costs()
 
 
 if __name__ == "__main__":
