@@ -72,7 +72,7 @@ def test_repr_says_the_options() -> None:
     assert repr(CollageBackend(strategy="light", error_format="fp32")) == (
         "CollageBackend(strategy='light', error_format='fp32', arithmetic='wide', metrics=False, "
         "metrics_every=1, strict=True, mode=None, rounding='dither', state=None, "
-        "bytes_per_parameter=None, changes='summed')"
+        "bytes_per_parameter=None, changes='summed', track_changes=False)"
     )
 
 
@@ -374,7 +374,8 @@ def test_float32_state_is_lowered_as_inductor_does_with_one_line(messages: list[
         run_steps(torch.compile(optimizer.step, backend=each), params, range(3))
         results.append(everything(optimizer))
     assert differences(*results) == []
-    compiling, line = messages
+    told, compiling, line = messages
+    assert told.startswith("RMSprop: no error terms: its parameters are float32")
     assert compiling.startswith("RMSprop: compiling its step")
     assert line == "RMSprop: the graph updates no bfloat16 or float16 tensor; lowered by Inductor as it is"
     assert str(backend.report()) == line

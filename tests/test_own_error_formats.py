@@ -116,9 +116,7 @@ def test_a_checkpoint_of_another_shape_is_refused(fmt: ErrorFormat) -> None:
     assert saved["state"][0].keys() == {f"collage_fx.parameter.{fmt.name}.{name}" for name in kept}
     other = torch.optim.SGD([torch.nn.Parameter(torch.zeros(3, 16).bfloat16())])
     adopt(other)
-    with pytest.raises(
-        CheckpointMismatchError, match=r"of shape \(6, .\) where .* \(3, 16\) has one of \(3, "
-    ):
+    with pytest.raises(CheckpointMismatchError, match=r"of shape \(6, 8\); this one is \(3, 16\)"):
         other.load_state_dict(saved)
 
 
@@ -167,9 +165,7 @@ def test_a_zeroed_sum_starts_from_zero(fmt: ErrorFormat) -> None:
     assert torch.equal(fmt.join(total, *auxiliaries), expected)
 
 
-def test_reports_and_commands_know_it(
-    fmt: ErrorFormat, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_reports_and_commands_know_it(fmt: ErrorFormat, tmp_path: Path) -> None:
     report = explain(adamw(parameters(shapes=SHAPES)), error_format=fmt.name)  # type: ignore[arg-type]
     first = report.tensors[0]
     assert (first.error_format, first.error_bytes) == (fmt.name, BYTES[fmt.name])
@@ -178,7 +174,3 @@ def test_reports_and_commands_know_it(
     command = f"explain --optimizer SGD --lr 0.1 --shape 4,8 --error-format {fmt.name} --html {page}"
     assert main(command.split()) == 0
     assert fmt.precision in page.read_text()
-    capsys.readouterr()
-    with pytest.raises(SystemExit):
-        main(["explain", "--help"])
-    assert f"{fmt.name}: {fmt.precision}" in " ".join(capsys.readouterr().out.split())

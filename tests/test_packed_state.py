@@ -266,7 +266,7 @@ def test_codes_beside_another_value_are_not_taken() -> None:
     saved["state"][0]["exp_avg"] = tripled.clone()
     other = adamw(params)
     other.load_state_dict(saved)
-    with pytest.warns(UserWarning, match=r"params\[0\]\.exp_avg, which have been changed"):
+    with pytest.warns(UserWarning, match=r"of other values than .*params\[0\]\.exp_avg: load"):
         run_steps(compiled(other, strategy="light", state="block8"), params, [2])
     moment = full_value(other.state[params[0]]["exp_avg"])
     assert params[0].grad is not None
