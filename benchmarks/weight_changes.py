@@ -230,7 +230,7 @@ def _write_costs() -> None:
             print(rows[-1], flush=True)
     head = ["options", "lr", "changed in a step", "step, with / without", "compare / changes"]
     table = tabulate(rows, head, tablefmt="github", disable_numparse=True)
-    where = f"torch {torch.__version__}, {torch.get_num_threads()} threads of a CPU"
+    where = f"torch {torch.__version__}; threads: {torch.get_num_threads()}"
     put_between(PAGE, *OF_COSTS, f"{table}\n\n({where}.)")
 
 
