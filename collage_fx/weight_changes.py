@@ -25,6 +25,7 @@ from torch.nn import Module
 from collage_fx.choices import did_you_mean
 from collage_fx.codegen import taken_elements
 from collage_fx.errors import CheckpointMismatchError, InvalidOptionError
+from collage_fx.numerics import dtype_of_indices
 from collage_fx.state import (
     SafetensorsFile,
     known_changes,
@@ -72,7 +73,7 @@ class WeightPatch(NamedTuple):
         """Return the same patch with indices of all its values."""
         if self.indices is not None:
             return self
-        dtype = _dtype_of_indices(math.prod(self.shape))
+        dtype = dtype_of_indices(math.prod(self.shape))
         indices = torch.arange(self.values.numel(), dtype=dtype, device=self.values.device)
         return self._replace(indices=indices)
 
@@ -374,7 +375,7 @@ def _in_whole(indices: Tensor, tensor: Tensor, piece: Tensor) -> Tensor:
         whole += (remaining % size + offset) * step
         remaining //= size
         step *= whole_size
-    return whole.to(_dtype_of_indices(tensor.numel()))
+    return whole.to(dtype_of_indices(tensor.numel()))
 
 
 def _write(into: Tensor, patch: WeightPatch) -> None:
@@ -413,10 +414,6 @@ def _merged(patches: Sequence[WeightPatch]) -> WeightPatch:
     return patches[0]._replace(values=values, indices=None if is_whole else indices)
 
 
-def _dtype_of_indices(elements: int) -> torch.dtype:
-    return torch.int64 if elements >= 1 << 31 else torch.int32
-
-
 def _gaps(indices: Tensor) -> Tensor:
     """Encode sorted indices as the numbers of elements between neighbours."""
     wide = indices.long()
@@ -426,4 +423,4 @@ def _gaps(indices: Tensor) -> Tensor:
 
 def _from_gaps(gaps: Tensor, elements: int) -> Tensor:
     """Decode sorted indices from the numbers of elements between neighbours."""
-    return ((gaps.long() + 1).cumsum(0) - 1).to(_dtype_of_indices(elements))
+    return ((gaps.long() + 1).cumsum(0) - 1).to(dtype_of_indices(elements))

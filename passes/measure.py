@@ -68,9 +68,7 @@ class Measure(Pass):
                     )
                 last.meta[PASS_MARK] = self.name
                 state.row += (last,)
-        stores = copies_to_inputs(editor.graph)
-        for store in stores.values():  # after the sums, which read the old values
-            editor.graph.output_node().prepend(store)
+        stores = editor.move_stores_last()
         first_store = next(iter(stores.values()))
         for state in states:
             _sum(editor, program, state, stores, first_store)

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
-from collage_fx.graph import GraphEditor, StepProgram, copies_to_inputs, differs, mark_changed, stored
+from collage_fx.graph import GraphEditor, StepProgram, differs, mark_changed, stored
 from collage_fx.passes.base import Pass
 
 
@@ -26,9 +26,7 @@ class TrackChanges(Pass):
 
     def run(self, program: StepProgram) -> str:
         editor = GraphEditor(program.gm, self.name)
-        stores = copies_to_inputs(editor.graph)
-        for store in stores.values():  # after the comparisons, which read the old values
-            editor.graph.output_node().prepend(store)
+        stores = editor.move_stores_last()
         first_store = next(iter(stores.values()))
         tracked = [state for state in program.states if state.changed is not None]
         for state in tracked:

@@ -185,7 +185,7 @@ def _traceback(mistake: str, *, is_installed: bool) -> str:
 @pytest.mark.parametrize("is_installed", [True, False], ids=["install", "torch.compile"])
 @pytest.mark.parametrize("mistake", MISTAKES)
 def test_a_traceback_is_short(mistake: str, is_installed: bool) -> None:
-    """Of 10 to 13 lines: the user's call, what it calls, the message. Dynamo has 100 to 180 more."""
+    """A refusal has 10 to 13 lines: user's call, callee, message. Dynamo has 100 to 180 more."""
     told = _traceback(mistake, is_installed=is_installed)
     assert len(told.splitlines()) <= 15, told
     assert "    step(*arguments)\n" in told, "the user's call"

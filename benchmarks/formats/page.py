@@ -192,7 +192,7 @@ def _worst_of_kinds(state: dict[str, Any]) -> list[float]:
 
 
 def _worst_kind(results: Results, name: str) -> str:
-    """What a state loses most with, of all hard gradients."""
+    """Return the hard gradients with which a state loses most."""
     found = _worst_of_kinds(asked.row(results, "states", name))
     errors = dict(zip(results["traces"]["hard"]["pieces"], found, strict=True))
     kind = max(errors, key=lambda each: errors[each])

@@ -12,14 +12,11 @@ import torch
 from torch import Tensor
 
 from collage_fx.codegen.address_tables import is_library_loaded
-from collage_fx.numerics import elements_of
+from collage_fx.numerics import dtype_of_indices, elements_of
 from collage_fx.torch_compat import load_cpp_library
 
 #: Number of words that a thread counts at a time.
 CHUNK = 1 << 13
-
-#: Number of elements from which on indices have 64 bits.
-_LONG = 1 << 31
 
 
 def taken_elements(words: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
@@ -34,7 +31,7 @@ def taken_elements(words: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         and a vector of the dtype of ``values``.
     """
     flat = values.view(-1)
-    dtype = torch.int64 if flat.numel() >= _LONG else torch.int32
+    dtype = dtype_of_indices(flat.numel())
     is_printed = words.device.type == "cpu" and flat.dtype.itemsize == 2 and is_library_loaded()
     if not is_printed:  # a device, or a machine without a compiler
         found = elements_of(words)

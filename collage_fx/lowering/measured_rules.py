@@ -59,10 +59,14 @@ def values_of(line: Line) -> list[tuple[Any, tuple[Any, ...]]]:
 
 def table_bitmaps(rule: Rule, inputs: int) -> dict[int, int]:
     """Return the bitmaps of a kernel over a table: argument of the changed elements -> argument of words."""
-    lines = [i for i, line in enumerate(rule.lines) if line.target is None]
-    first = rule.flat + rule.is_placed
     words = [into for into, line in stores_of_sums(rule) if line.target is mark_changed and into is not None]
-    return {inputs - len(words) + i: first + lines.index(into) for i, into in enumerate(words)}
+    return {inputs - len(words) + i: _argument(rule, into) for i, into in enumerate(words)}
+
+
+def _argument(rule: Rule, line: int) -> int:
+    """Return the number of the argument that is an input line of a rule."""
+    lines = [i for i, each in enumerate(rule.lines) if each.target is None]
+    return rule.flat + rule.is_placed + lines.index(line)
 
 
 def table_sums(rule: Rule, inputs: int) -> TableSums | None:
@@ -113,7 +117,7 @@ def summed(rule: Rule) -> tuple[Summed, ...]:
             found.append(Summed(first + len(lines) + next(results), 0, parts, total=total))
             parts += 1
             continue
-        argument = first + lines.index(into)
+        argument = _argument(rule, into)
         if line.target is update_sizes:
             found.append(Summed(argument, 0, counters, len(SIZES)))
             counters += len(SIZES)

@@ -5,7 +5,7 @@ compilers.
 """
 
 from collage_fx.numerics.arithmetic import DoubleWord
-from collage_fx.numerics.bitmaps import BITS, elements_of, with_bits, words_for
+from collage_fx.numerics.bitmaps import BITS, dtype_of_indices, elements_of, with_bits, words_for
 from collage_fx.numerics.blocks import (
     BLOCK,
     BLOCK_CODES,
@@ -124,6 +124,7 @@ __all__ = [
     "dithered_byte",
     "dithered_sum",
     "dithered_upper",
+    "dtype_of_indices",
     "elements_of",
     "format_named",
     "from_blocks",

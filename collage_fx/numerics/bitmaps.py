@@ -22,6 +22,11 @@ def words_for(elements: int) -> AuxiliarySpec:
     return AuxiliarySpec("changed", torch.int32, (max(1, -(-elements // BITS)),))
 
 
+def dtype_of_indices(elements: int) -> torch.dtype:
+    """Return the dtype of indices of so many elements: int32, or int64 from 2**31 elements on."""
+    return torch.int64 if elements >= 1 << 31 else torch.int32
+
+
 def with_bits(words: Tensor, changed: Tensor) -> Tensor:
     """Return a bitmap's words with more bits set.
 

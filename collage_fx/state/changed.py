@@ -70,10 +70,9 @@ class ChangedElements:
     def take(self, reader: str) -> Tensor | None:
         """Return the bitmap of elements that a reader lacks, None = all, and note that it has them."""
         lacks = self.readers.get(reader)
-        is_all = lacks is None
         self.readers[reader] = torch.zeros_like(self.words[:0])
         if not self.words.numel():
-            return None if is_all else self.words
+            return lacks
         taken = self.words.clone()
         for name, others in self.readers.items():
             if name != reader and others is not None:
@@ -158,7 +157,7 @@ def _some_values(tensor: Tensor) -> Any:
     """Return a hash of a buffer's bits, or the bits of some elements of a parameter."""
     piece = local_tensor(tensor).detach()
     if isinstance(tensor, Parameter):
-        flat = piece.reshape(-1) if piece.is_contiguous() else piece.flatten()
+        flat = piece.reshape(-1)
         chosen = flat[:: max(1, flat.numel() // SAMPLED)][:SAMPLED].contiguous()
         return chosen.view(torch.uint8).tolist()
     if piece.dtype.itemsize > torch.int32.itemsize:

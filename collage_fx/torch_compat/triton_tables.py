@@ -11,7 +11,6 @@ words: an address for each pointer, and the length. A program finds its row and 
 * ``tl.program_id(0)`` becomes the index of the block in its tensor.
 * The mask of a full block is all ones, which Triton omits: then the block loads and stores 16 bytes at a
   time, whatever the length of the tensor. The last block of a tensor keeps its mask.
-
 * A kernel that notes changed elements stores no number for each element: where Inductor's code stores it,
   words of a bitmap are updated, of which a block has whole ones.
 

@@ -123,7 +123,7 @@ class Subject:
 
     @property
     def remarks(self) -> list[str]:
-        """What else is to be said, in plain words; the same for lines that differ in names of nodes."""
+        """Remarks in plain words, equal for lines that differ in names of nodes alone."""
         before = "without collage_fx, too: " if self.outcomes == {UNSUPPORTED} else ""
         notes = [note for line in self.lines for note in re.findall(r"\{(.*?)\}", line.outcome)]
         found = [before + _plain(note) for note in notes if not re.fullmatch(r"\d+ steps", note)]

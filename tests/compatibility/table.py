@@ -46,7 +46,7 @@ NOT_TRIED = "–"
 
 @dataclass(frozen=True)
 class Line:
-    """One measured line.
+    """Measured line of the table.
 
     Attributes:
         package: and its version.

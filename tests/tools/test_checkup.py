@@ -296,7 +296,7 @@ def test_few_entries_are_not_tested() -> None:
 
 @pytest.mark.parametrize("dtype", STORAGE_FORMATS)
 def test_reach_is_the_least_change_that_is_not_lost(dtype: torch.dtype) -> None:
-    """Of every normal number; exact in float64."""
+    """Check every normal number; float64 holds the expected values exactly."""
     positive = values(dtype)[:MAGNITUDES]
     normal = (positive >= 2.0 ** (STORAGE_FORMATS[dtype].min_exponent + 1)) & positive.isfinite()
     numbers, least = positive[normal], reach(dtype)[normal]
