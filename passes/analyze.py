@@ -236,6 +236,8 @@ def _select(program: StepProgram, state: StateTensor, flow: _Flow) -> tuple[bool
         return True, "a value between two graphs of a recorded step"
     if state.info.spans_closure and (state.recurrence.kind is Kind.OVERWRITE or state.info.is_made):
         return True, "a value that a recorded step keeps while its closure runs"
+    if state.is_weight_sized:
+        return True, f"{program.strategy}: made of weights, which move by less than its last bit"
     if state.recurrence.kind is Kind.OVERWRITE and _moves_a_parameter(program, state):
         return True, "added to a parameter, and another compiled function may subtract it again"
     if state.recurrence.kind is Kind.OVERWRITE:

@@ -23,6 +23,15 @@ subtracted from p with an equal coefficient.
 
 Numbers unknown at compile time, and tensors that values are multiplied by, are replaced by numbers between
 0.2 and 0.8 that depend on their names: a sum that cancels for these cancels for all.
+
+Note [Averages of weights]
+--------------------------
+A moment follows gradients, which are as large as their changes from step to step. Weights hardly change: an
+average that follows them fast (``average.lerp_(p, 0.5)``) is rounded by more than it moves, so the bound for
+moments does not hold for it. What counts is the input, not the decay. Weights are parameters, sums of numbers
+of either sign (the z of schedule-free optimizers; p itself, in a function that gets it as a plain tensor), and
+tensors that the step only reads and about which nothing is known. Not a weight is a tensor that moves
+a weight by less than half of its own size: a gradient, in a function that gets it as a plain tensor.
 """
 
 from __future__ import annotations
@@ -36,7 +45,16 @@ import sympy
 import torch
 from torch.fx import Node
 
-from collage_fx.graph.nodes import copies_to_inputs, is_low_precision_tensor, is_number, placeholders, stored
+from collage_fx.graph.nodes import (
+    copies_to_inputs,
+    is_low_precision_tensor,
+    is_number,
+    operands_of,
+    placeholders,
+    reached,
+    stored,
+    tensor_value,
+)
 from collage_fx.graph.operator_facts import (
     facts_of,
     ignores_values,
@@ -47,6 +65,7 @@ from collage_fx.graph.operator_facts import (
 )
 from collage_fx.graph.program import Role, StateTensor, StepProgram
 from collage_fx.graph.recurrence import TOLERATED_STALL
+from collage_fx.graph.signs import moves_as_a_parameter
 from collage_fx.graph.skipping import unless_skipped
 
 aten = torch.ops.aten
@@ -69,7 +88,7 @@ def find_cancellation(program: StepProgram) -> None:
     updates = _Updates(program)
     amplification = updates.amplification()
     for state in program.states:
-        state.is_weight_sized = state.placeholder in updates.weight_sized
+        state.is_weight_sized = state.placeholder in (updates.weight_sized | updates.weights)
         state.amplification = amplification.get(state.placeholder, 0.0)
 
 
@@ -84,6 +103,7 @@ class _Updates:
 
     Attributes:
         weight_sized: the placeholders of states of the size of weights.
+        weights: the placeholders of states made of weights: Note [Averages of weights].
     """
 
     def __init__(self, program: StepProgram) -> None:
@@ -101,10 +121,14 @@ class _Updates:
         self._branches: dict[Node, tuple[Terms, ...]] = {}
         for node in graph.nodes:
             self._branches[node] = self._shortened(self._read(node))
-        self.weight_sized: set[Node] = set()
-        self._sizes: dict[Node, float] = dict.fromkeys(self._parameters, 1.0)
-        for _ in range(ROUNDS):
-            self._settle()
+        self._sizes = dict.fromkeys(self._parameters, 1.0)
+        self.weight_sized = self._settle(self._sizes, set())
+        sums = [state.placeholder for state in program.states if moves_as_a_parameter(program, state)]
+        moved = [self._new[weight] for weight in (*sums, *self._parameters) if weight in self._new]
+        unknown = self._only_read()
+        updates = {node for node in unknown if any(self._is_update(node, value) for value in moved)}
+        known = dict.fromkeys((*self._parameters, *sums, *(unknown - updates)), 1.0)
+        self.weights = self._settle(known, updates) - set(sums)
         self._ways = {state: self._ways_from(state) for state in self.weight_sized}
 
     def amplification(self) -> dict[Node, float]:
@@ -182,10 +206,11 @@ class _Updates:
         return any(key is not None for terms in self._of(value) for key in terms)
 
     def _shortened(self, branches: tuple[Terms, ...]) -> tuple[Terms, ...]:
-        """Return the distinct branches; in a branch with a parameter drop the gradient's term."""
+        """Return the distinct branches; in a branch that is mostly a parameter drop the gradient's term."""
         found: list[Terms] = []
         for terms in branches:
-            if any(abs(terms.get(parameter, 0.0)) >= 0.5 for parameter in self._parameters):
+            least = max(0.5, terms.get(None, 0.0))
+            if any(abs(terms.get(parameter, 0.0)) >= least for parameter in self._parameters):
                 terms = {key: number for key, number in terms.items() if key is not None}
             if terms not in found:
                 found.append(terms)
@@ -217,20 +242,44 @@ class _Updates:
 
     # -- how large it is
 
-    def _settle(self) -> None:
-        """Compute the size of each state from the sizes of the others in the previous round."""
-        for state in self._states:
-            self._sizes.pop(state, None)
-            self.weight_sized.discard(state)
-            for terms in self._branches[self._new[state]]:
-                if abs(kept := terms.get(state, 0.0)) < 1:
-                    size, of_gradients = (
-                        total / (1 - kept)
-                        for total in (_total(terms, self._sizes, without=state), terms.get(None, 0.0))
-                    )
-                    if abs(size) > max(of_gradients, abs(self._sizes.get(state, 0.0))):
-                        self.weight_sized.add(state)
-                        self._sizes[state] = size
+    def _only_read(self) -> set[Node]:
+        """Return the tensors other than parameters, gradients and numbers that the step does not write."""
+        floating = (
+            (node, value)
+            for node, role in self._roles.items()
+            if role is Role.STATE and node not in self._new and (value := tensor_value(node)) is not None
+        )
+        return {node for node, value in floating if value.dim() and value.dtype.is_floating_point}
+
+    def _is_update(self, node: Node, new_weight: Node) -> bool:
+        """Return whether a tensor moves a weight by less than half of its own size, as a gradient does."""
+        shares = [abs(terms[node]) for terms in self._branches[new_weight] if node in terms]
+        return max(shares, default=0.0) < 0.5 and node in reached([new_weight], operands_of)
+
+    def _settle(self, sizes: dict[Node, float], updates: set[Node]) -> set[Node]:
+        """Add the sizes of states to those of weights; return the states of the size of weights.
+
+        Args:
+            sizes: sizes of weights, by placeholder.
+            updates: further inputs that are as large as gradients.
+        """
+        given, found = {*sizes}, set[Node]()
+        for _ in range(ROUNDS):
+            for state in self._states:
+                if state in given:
+                    continue
+                sizes.pop(state, None)
+                found.discard(state)
+                for terms in self._branches[self._new[state]]:
+                    kept = terms.get(state, 0.0)
+                    of_weights = _total(terms, sizes, without=state)
+                    of_gradients = sum(abs(terms.get(key, 0.0)) for key in (None, *updates))
+                    if abs(kept) <= 1 and abs(of_weights) > of_gradients:
+                        size = of_weights / (1 - kept if kept < 1 else 1)  # a sum of weights has no bound
+                        if abs(size) > abs(sizes.get(state, 0.0)):
+                            found.add(state)
+                            sizes[state] = size
+        return found
 
     def _ways_from(self, state: Node) -> dict[Node, float]:
         """Return the noise in each state that a unit of noise in one state causes over a long run."""
