@@ -137,15 +137,17 @@ def _of_choice(bits: Node) -> Node | None:
 
 def _integers(node: object) -> Node | None:
     """Return the node of an integer tensor, looking through casts between int32 and int64."""
-    while (operand := passed_operand(node)) is not None and _keeps_integers(operand, node):
+    while isinstance(node, Node):
+        operand = passed_operand(node)
+        if operand is None or not _keeps_integers(operand, node):
+            return node
         node = operand
-    return node if isinstance(node, Node) else None
+    return None
 
 
-def _keeps_integers(*nodes: object) -> bool:
-    values = [node.meta["val"] for node in nodes if isinstance(node, Node)]
-    dtypes, shapes = {value.dtype for value in values}, {value.shape for value in values}
-    return dtypes <= {torch.int32, torch.int64} and len(shapes) == 1
+def _keeps_integers(operand: Node, node: Node) -> bool:
+    source, value = operand.meta["val"], node.meta["val"]
+    return {source.dtype, value.dtype} <= {torch.int32, torch.int64} and source.shape == value.shape
 
 
 def _sum(node: object) -> tuple[list[Node], int]:

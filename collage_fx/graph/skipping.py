@@ -22,7 +22,7 @@ import torch
 from torch.fx import Node
 
 from collage_fx.graph.editor import GraphEditor
-from collage_fx.graph.nodes import copies_to_inputs, is_number, operands_of, reached, stored, unconverted
+from collage_fx.graph.nodes import copies_to_inputs, has_elements, is_number, operands_of, reached, stored, unconverted
 from collage_fx.graph.operator_facts import passed_operand
 from collage_fx.graph.program import StateTensor
 
@@ -58,7 +58,7 @@ def unless_skipped(placeholder: Node, new_value: Node) -> Node:
 def set_aside(state: StateTensor) -> Skip | None:
     """Replace ``store(where(skip, old, new))`` by ``store(new)``; return the skip, None if there is none."""
     skip = _skip(state.placeholder, unconverted(state.stored))
-    if skip is not None and state.packed and not is_number(skip.condition):
+    if skip is not None and not (is_number(skip.condition) or state.error_format.is_elementwise):
         return None  # kept and changed elements of a block share a scale
     if skip is not None:
         state.store.args = (state.placeholder, skip.changed, *state.store.args[2:])
@@ -81,7 +81,10 @@ def restore(editor: GraphEditor, state: StateTensor, skip: Skip | None) -> None:
     if skip is None:
         return
     stores = copies_to_inputs(editor.graph)
-    for part in state.written if state.packed else (state.placeholder, *state.written):
+    parts = state.written if state.packed else (state.placeholder, *state.written)
+    for part in parts:
+        if not (is_number(skip.condition) or has_elements(part)):
+            continue  # a count, which some elements' step advances
         store = stores[part]
         with editor.graph.inserting_before(store):
             store.args = (part, skip.between(editor, part, stored(store)), *store.args[2:])

@@ -8,6 +8,8 @@ view, with its elements in another order in memory than the parameter's.
   Sums of all elements of a view are sums of the tensor.
 * An elementwise operation of a view and of tensors in the usual order would not be flat (Note [One kernel for
   equal parts] in ``rules.py``). There the view is copied, once.
+* A result of the graph keeps its own order: whoever called the graph was promised it. A value in another order
+  is copied before it is viewed in another shape.
 """
 
 from __future__ import annotations
@@ -18,8 +20,9 @@ from typing import cast
 import torch
 from torch.fx import GraphModule, Node
 
-from collage_fx.graph import GraphEditor, copy_of, is_copy_to_input, is_elementwise, is_number
+from collage_fx.graph import GraphEditor, copy_of, is_copy_to_input, is_elementwise, is_number, tensor_value
 from collage_fx.lowering.rules import is_total
+from collage_fx.torch_compat import OpOverload
 
 aten = torch.ops.aten
 
@@ -50,10 +53,15 @@ class _Rewriter:
         self._changed = set[Node]()
 
     def run(self) -> None:
+        output = self.editor.graph.output_node()
         for node in list(self.editor.graph.nodes):
             if node.op == "call_function" and not is_copy_to_input(node):
                 with self.editor.graph.inserting_before(node):
                     result = self._result(node)
+                    if _strides(result) != _strides(node):
+                        self._changed.add(result)
+                        if output in node.users:
+                            output.replace_input_with(node, self._as_promised(result, node))
                 if result is not node:
                     node.replace_all_uses_with(result)
         self.editor.finish()
@@ -62,8 +70,8 @@ class _Rewriter:
     def _result(self, node: Node) -> Node:
         """Return the node to be read in place of a node."""
         if not self._changed.isdisjoint(node.all_input_nodes):
-            node = self._applied(node, {})
-            self._changed.add(node)
+            copies = {view: self._copied(view) for view in self._not_viewed(node)}
+            node = self._applied(node, copies)
         if (source := _transposed(node)) is not None:
             tensor = _transposed(source)
             return tensor if tensor is not None and _orders_cancel(source, node) else self._once(node)
@@ -83,23 +91,31 @@ class _Rewriter:
         if len(tensors) == len(operands) and len({tuple(_order(view)) for view in tensors}) == 1:
             view = operands[0]
             moved = self._once(self._applied(node, tensors))
-            result = self._once(self._applied(view, {tensors[view]: moved}))
-            self._changed.add(result)
-            return result
+            return self._once(self._applied(view, {tensors[view]: moved}))
         others = (each for each in operands if each not in tensors)
         if not any(each.meta["val"].is_contiguous() for each in others):
             return node
         copies = {view: self._copied(view) for view in tensors if not view.meta["val"].is_contiguous()}
-        if not copies:
-            return self._once(node)
-        result = self._once(self._applied(node, copies))
-        self._changed.add(result)
-        return result
+        return self._once(self._applied(node, copies) if copies else node)
 
     def _applied(self, node: Node, instead: Mapping[Node, Node]) -> Node:
         """Add a node's operation with other operands, and return it."""
         args, kwargs = torch.fx.map_arg((node.args, node.kwargs), lambda each: instead.get(each, each))
         return self.editor.call(node.target, *args, **kwargs)
+
+    def _not_viewed(self, node: Node) -> list[Node]:
+        """Return the operands that a view in another shape might not accept in their order in memory."""
+        is_view = isinstance(node.target, OpOverload) and node.target.is_view and node.target not in TRANSPOSES
+        operands = node.all_input_nodes if is_view else []
+        return [each for each in operands if not each.meta["val"].is_contiguous()]
+
+    def _as_promised(self, value: Node, like: Node) -> Node:
+        """Add a copy of a value in another value's order in memory."""
+        strides = like.meta["val"].stride()
+        order = sorted(range(len(strides)), key=lambda i: -strides[i])
+        moved = self._copied(self.editor.call(aten.permute.default, value, order))
+        back = sorted(range(len(strides)), key=order.__getitem__)
+        return self.editor.call(aten.permute.default, moved, back)
 
     def _copied(self, view: Node) -> Node:
         """Add a copy of a view in the usual order in memory."""
@@ -113,6 +129,12 @@ class _Rewriter:
 def _transposed(node: Node) -> Node | None:
     """Return the tensor of which a value is a transposed view; None if it is none."""
     return node.all_input_nodes[0] if node.target in TRANSPOSES else None
+
+
+def _strides(node: Node) -> list[int]:
+    """Return the strides of a tensor, without those of dimensions of one element, which may be any number."""
+    value = tensor_value(node)
+    return [] if value is None else [n for n, size in zip(value.stride(), value.shape, strict=True) if size != 1]
 
 
 def _order(view: Node) -> list[int]:
