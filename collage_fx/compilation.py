@@ -75,6 +75,7 @@ from collage_fx.graph import (
     results_to_inputs,
     statement_of,
     tensor_value,
+    values_of_weights,
 )
 from collage_fx.lowering import Lowered, interpreted, lower, why_not_compiled, without_sums
 from collage_fx.metrics import MeasuredInput, Meter, MeteredStep, Rows
@@ -97,6 +98,7 @@ from collage_fx.state import (
     record_of,
     require_format,
     reset_error_terms,
+    storages_of_adopted,
     unpack,
 )
 from collage_fx.torch_compat import (
@@ -107,10 +109,13 @@ from collage_fx.torch_compat import (
     compile_with_inductor,
     current_size,
     generated_code,
+    has_storage,
     inductor_compile_as_it_is,
     inputs_written,
+    local_tensor,
     needs_autograd,
     optimizer_being_stepped,
+    storage_of,
     thinned_lists,
     traced_frame_name,
     traced_frame_variables,
@@ -359,7 +364,7 @@ class Compilation:
         for node, owner in zip(inputs, repetition.owners, strict=True):
             if owner is None and node in stores:
                 return Reason.at(stores[node], "it writes to what several updates have in common")
-        if (note := self._reason_to_leave_alone(gm, families.infos)) is not None:
+        if (note := self._reason_to_leave_alone(gm, families.infos, repetition)) is not None:
             return Reason(note)
         try:
             step = self._compensated(gm, families.infos, repetition, example_inputs, inductor_options)
@@ -399,9 +404,9 @@ class Compilation:
             why = "the graph needs autograd, so it is no optimizer step"
             return self._as_captured(gm, example_inputs, inductor_options, why)
         infos = describe_inputs(placeholders(gm.graph), self.module, self.arguments, self.known)
-        if (note := self._reason_to_leave_alone(gm, infos)) is not None:
-            return self._as_captured(gm, example_inputs, inductor_options, note)
         one = Repetition.whole(len(infos))
+        if (note := self._reason_to_leave_alone(gm, infos, one)) is not None:
+            return self._as_captured(gm, example_inputs, inductor_options, note)
         try:
             step = self._compensated(gm, infos, one, example_inputs, inductor_options, not_by_family)
         except AliasedStateError as refusal:
@@ -496,8 +501,13 @@ class Compilation:
             + ("Here it is applied." if is_applied else "So it is here: it needs changes='summed'.")
         )
 
-    def _reason_to_leave_alone(self, gm: GraphModule, infos: Sequence[InputInfo]) -> str | None:
-        """Return the reason to leave a graph to plain Inductor; None if it updates something to rewrite."""
+    def _reason_to_leave_alone(
+        self, gm: GraphModule, infos: Sequence[InputInfo], repetition: Repetition
+    ) -> str | None:
+        """Return the reason to leave a graph to plain Inductor; None if there is something to rewrite.
+
+        That is an update, or a value of weights that leaves the graph.
+        """
         updated = copies_to_inputs(gm.graph)
         if any(is_low_precision_tensor(node) for node in updated):
             return None
@@ -510,7 +520,36 @@ class Compilation:
         is_step = any(info.role in (Role.PARAMETER, Role.STATE) for info in infos)
         if is_step and self._packs_float32 and any(map(is_float32_tensor, updated)):
             return None
+        if self.options.strategy != "none" and not updated and self._hands_on_weights(gm, infos, repetition):
+            return None
         return "the graph updates no bfloat16 or float16 tensor"
+
+    def _hands_on_weights(
+        self, gm: GraphModule, infos: Sequence[InputInfo], repetition: Repetition
+    ) -> bool:
+        """Return whether a result is a value of weights, as a copy is: Note [Values that leave a graph]."""
+        positions = self._may_get_terms(gm, infos, repetition)
+        inputs = [(node, infos[copies[0]]) for node, copies in zip(placeholders(gm.graph), repetition.copies)]
+        whole = {node for i, (node, info) in enumerate(inputs) if i in positions or _input_has_error_terms(info)}
+        return not values_of_weights(gm.graph, whole).isdisjoint(gm.graph.output_node().all_input_nodes)
+
+    def _may_get_terms(
+        self, gm: GraphModule, infos: Sequence[InputInfo], repetition: Repetition
+    ) -> frozenset[int]:
+        """Return the positions of inputs that are read alone, and get error terms in another graph, if at all."""
+        if self.recorded or self.options.strategy == "none":
+            return frozenset()
+        held, stores = storages_of_adopted(), copies_to_inputs(gm.graph)
+        found = set()
+        for position, (node, copies) in enumerate(zip(placeholders(gm.graph), repetition.copies)):
+            tensor, role = infos[copies[0]].tensor, infos[copies[0]].role
+            if role is not Role.PARAMETER and self.options.packs:
+                continue  # state is packed, and has no error terms
+            if tensor is not None and node not in stores and is_low_precision_tensor(node):
+                piece = local_tensor(tensor)
+                if has_storage(piece) and storage_of(piece) in held:
+                    found.add(position)
+        return frozenset(found)
 
     # -- Refused, rewritten, lowered, reported
 
@@ -645,6 +684,7 @@ class Compilation:
             for i, (node, info) in enumerate(zip(inputs, program.inputs, strict=True))
             if _input_has_error_terms(info) and not (node in stores and _is_new(info))
         )
+        program.may_get_terms = self._may_get_terms(gm, infos, repetition) - program.already_compensated
         if any(i in program.already_compensated and node not in stores for i, node in enumerate(inputs)):
             program.arithmetic = "wide"  # "native" reads only hi of tensors that it does not update
         if self.options.bytes_per_parameter is not None:
