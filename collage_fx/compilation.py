@@ -226,6 +226,8 @@ class Compilation:
         self.left_alone = False
         #: Indices of the inputs whose changed elements the step notes, and the tensors.
         self.tracked: dict[int, torch.Tensor] = {}
+        #: Parameters that the step updates.
+        self.updated: list[torch.Tensor] = []
         self.budgets: tuple[Budget, ...] = ()
 
     # -- From what Dynamo captured to what it calls
@@ -247,7 +249,7 @@ class Compilation:
             if STAND_INS.get() and not thinned_lists():
                 self._refuse_unless_by_members(step)
             if not isinstance(step, Reason) and (thinned_lists() or not stand_in):
-                return noting_steps(step, optimizers)
+                return self._noting(step, optimizers)
             if thinned_lists() or stand_in:
                 for optimizer in optimizers:
                     give_up_rows(optimizer)
@@ -259,11 +261,16 @@ class Compilation:
                 except AliasedStateError as refusal:
                     raise_or_warn(self, refusal, strict=self.options.strict)
             with torch.set_grad_enabled(needs_grad):
-                return noting_steps(self._whole(step), optimizers)
+                return self._noting(self._whole(step), optimizers)
         except (CollageError, TraceWhole):
             for optimizer in optimizers:  # no step has been taken: remove state that the trace has made
                 forget_new_state(optimizer)
             raise
+
+    def _noting(self, step: Callable[..., Any], optimizers: Sequence[Optimizer]) -> Callable[..., Any]:
+        """Wrap a step so that the values it leaves are known to be its own; a recorded step does so as a whole."""
+        updated, self.updated = self.updated, []
+        return step if self.recorded else noting_steps(step, optimizers, updated)
 
     def _noting_changes(self, step: Callable[..., Any]) -> Callable[..., Any]:
         """Wrap the step of a whole graph so that its writes to tracked tensors are known to be its own."""
@@ -582,6 +589,7 @@ class Compilation:
         before = copy_of(gm)
         as_captured = program.before_passes(before)
         made_anew = {} if program.strategy == "none" or self.recorded else results_to_inputs(program)
+        self._refuse_lost_values(program)
         if made_anew:
             program.arithmetic = "wide"  # the displacement of a parameter is kept unrounded
         example_inputs = [*example_inputs, *_values_behind(program, len(example_inputs))]
@@ -599,6 +607,9 @@ class Compilation:
                     choose_new(tensor, keep=state.compensated)
         known_packed = any(map(_packed_format, infos))
         self._drop_codes(program)
+        parameters = [state for state in program.states if state.info.role is Role.PARAMETER]
+        copies = [index for state in parameters for index in repetition.copies[state.position]]
+        self.updated = [tensor for index in copies if (tensor := program.infos[index].tensor) is not None]
         for state in program.states:
             for index in repetition.copies[state.position] if state.changed is not None else ():
                 tensor = program.infos[index].tensor
@@ -642,6 +653,32 @@ class Compilation:
         is_kept = any(state.compensated or state.packed for state in program.states)
         self._keep(report, compensated=is_kept, started=started)
         return made.step
+
+    def _refuse_lost_values(self, program: StepProgram) -> None:
+        """Record the step, or raise, or warn, if a rounded value of weights leaves the graph.
+
+        Its memory is part of another result's, or has sizes that change, so that it has no error term.
+        """
+        if program.strategy == "none" or self.recorded:
+            return
+        graph, own = program.gm.graph, {storage_of(node.meta["val"]) for node in placeholders(program.gm.graph) if tensor_value(node) is not None}
+        whole = {node for i, node in enumerate(placeholders(graph)) if i in program.already_compensated | program.may_get_terms}
+        left = [
+            node
+            for node in graph.output_node().all_input_nodes
+            if is_low_precision_tensor(node) and storage_of(node.meta["val"]) not in own
+        ]
+        lost = next((node for node in left if node in values_of_weights(graph, whole)), None)
+        if lost is None:
+            return
+        what = "a value computed from parameters leaves a compiled part of the step in memory that it shares"
+        record_instead(self.optimizers.values(), self.request, what)
+        refusal = UncompensatedParameterError(
+            f"{what}, so without an error term",
+            where=statement_of([lost]) or self.subject,
+            remedy="give the value memory of its own: value.clone()",
+        )
+        raise_or_warn(self, refusal, strict=self.options.strict)
 
     def _drop_codes(self, program: StepProgram) -> None:
         """Drop the packed values of float32 state that this step, by other options, does not pack."""

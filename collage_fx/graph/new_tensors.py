@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import math
 import operator
-from collections import Counter
 from collections.abc import Collection, Iterator
 
 import torch
@@ -126,15 +125,17 @@ def _rounded(program: StepProgram, results: list[Node | None]) -> Iterator[int]:
     read_whole = program.already_compensated | program.may_get_terms
     kept_up = {node for i, node in enumerate(inputs) if i in read_whole}
     kept_up |= {each for each in copies_to_inputs(program.gm.graph) if is_low_precision_tensor(each)}
-    memory = Counter(
-        storage_of(value) for node in {*results, *inputs} if (value := tensor_value(node)) is not None
-    )
+    regions = {node: _region(value) for node in {*results, *inputs} if (value := tensor_value(node)) is not None}
     for k, node in enumerate(results):
         value = tensor_value(node)
         if node is None or value is None or node.op != "call_function" or not is_low_precision_tensor(node):
             continue
         sizes = (*value.shape, *value.stride())
-        is_own = memory[storage_of(value)] == 1 and results.count(node) == 1
+        storage, first, end = regions[node]
+        is_own = results.count(node) == 1 and not any(
+            other is not node and region[0] == storage and region[1] < end and first < region[2]
+            for other, region in regions.items()
+        )
         if (
             is_own
             and all(type(size) is int for size in sizes)
@@ -142,6 +143,13 @@ def _rounded(program: StepProgram, results: list[Node | None]) -> Iterator[int]:
             and _is_rounded(node, kept_up)
         ):
             yield k
+
+
+def _region(value: torch.Tensor) -> tuple[int, float, float]:
+    """Return the storage of a tensor, its first element there, and the end; all of it if that is unknown."""
+    first = value.storage_offset()
+    is_known = all(type(size) is int for size in (first, *value.shape, *value.stride())) and is_dense(value)
+    return storage_of(value), *((first, first + value.numel()) if is_known else (0, math.inf))
 
 
 def _is_rounded(node: Node, kept_up: set[Node]) -> bool:

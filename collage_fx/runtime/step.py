@@ -24,9 +24,9 @@ from collage_fx.state import (
     buffers_version,
     changed_elements,
     ensure_record,
+    has_error_terms,
     note_new,
     owner_of_changes,
-    record_of,
 )
 from collage_fx.torch_compat import Sharding, boxed_call, local_tensor
 
@@ -230,7 +230,7 @@ def bind(
     """
     if not info.bound or info.tensor is None:
         return Binding(index, error_format, info.name, reads=reads)
-    if reads and record_of(info.tensor) is None:
+    if reads and not has_error_terms(info.tensor):
         return Binding(index, error_format, info.name, TensorWeakRef(info.tensor), reads=True)
     record = ensure_record(info.tensor, error_format, name=info.name)
     bound = TensorWeakRef(info.tensor)
@@ -253,7 +253,7 @@ class Binding:
         bound: the tensor, if it is an attribute of the module.
         record: the remembered record of a bound tensor.
         tracks: whether the step takes the bitmap of the tensor's changed elements, too.
-        reads: whether the step only reads the error terms. A tensor without a record is read with zeros.
+        reads: whether the step only reads the error terms. A tensor without error terms is read with zeros.
     """
 
     index: int
@@ -271,8 +271,10 @@ class Binding:
 
     def added_to(self, arguments: Sequence[Any]) -> Sequence[Tensor]:
         """Return the tensors that a step takes beside the input in a call."""
-        if self.reads and self.record() is None and record_of(tensor := self._tensor_in(arguments)) is None:
-            return self.error_format.zeros(local_tensor(tensor))
+        if self.reads and self.record() is None:
+            tensor = self._tensor_in(arguments)
+            if not has_error_terms(tensor):
+                return self.error_format.zeros(local_tensor(tensor))
         record = self.record_in(arguments)
         added = record.use(self.name)
         owner = record.owner()
