@@ -56,6 +56,7 @@ from collage_fx.errors import (
     warn,
 )
 from collage_fx.graph import (
+    GraphEditor,
     InputInfo,
     Reason,
     Repetition,
@@ -72,6 +73,7 @@ from collage_fx.graph import (
     is_low_precision_tensor,
     not_taken,
     placeholders,
+    read_before_overwriting,
     results_to_inputs,
     statement_of,
     tensor_value,
@@ -441,15 +443,19 @@ class Compilation:
                 raise_or_warn(self, refusal, strict=self.options.strict)
 
     def _prepare(self, gm: GraphModule) -> None:
-        """Turn assignments of data into stores; record the step instead if eager torch would raise in it.
+        """Put reads before writes, assignments into stores; record the step if eager torch would raise in it.
 
         Dynamo traces past operations that raise for a dtype, where the step catches the error: a tensor
             without
         values has a factorization in every format.
         """
+        if self.options.strategy != "none":
+            assignments_to_stores(gm)
+        if copies_to_inputs(gm.graph):
+            read_before_overwriting(GraphEditor(gm, "capture"))
+            gm.recompile()
         if self.options.strategy == "none":
             return
-        assignments_to_stores(gm)
         for node in gm.graph.nodes:
             if isinstance(node.target, OpOverload) and factorizes(node.target):
                 low = next(filter(is_low_precision_tensor, node.all_input_nodes), None)
@@ -519,8 +525,10 @@ class Compilation:
         if any(is_low_precision_tensor(node) for node in updated):
             return None
         known = any(_input_has_error_terms(info) or _packed_format(info) is not None for info in infos)
-        if updated and known:
+        if updated and (known or self._may_get_terms(gm, infos, repetition)):
             return None  # for example a float32 average of compensated parameters
+        if updated and self.recorded and any(map(is_low_precision_tensor, gm.graph.nodes)):
+            return None  # a float32 tensor that outlives the part, computed from 16-bit values
         sums = self.options.strategy != "none" and self.options.changes == "summed"
         if updated and sums and self._sums_changes(gm):
             return None
@@ -597,7 +605,12 @@ class Compilation:
         self._rewrite(program, before, pass_log)
         self._refuse_uncompensated(program)
         is_compensated = bool(program.expansions or program.measured)
-        is_rewritten = is_compensated or program.summed > 0 or bool(self.options.own_passes)
+        is_rewritten = (
+            is_compensated
+            or program.summed > 0
+            or bool(self.recorded and program.strategy != "none")
+            or bool(self.options.own_passes)
+        )
         if not (is_rewritten or repetition.is_whole):
             return Reason("no tensor of it needs an error term")
         after = copy_of(program.gm) if is_rewritten else before  # Inductor edits the graph that it is given
