@@ -56,6 +56,7 @@ from collage_fx.errors import (
     warn,
 )
 from collage_fx.graph import (
+    GraphEditor,
     InputInfo,
     Reason,
     Repetition,
@@ -72,9 +73,11 @@ from collage_fx.graph import (
     is_low_precision_tensor,
     not_taken,
     placeholders,
+    read_before_overwriting,
     results_to_inputs,
     statement_of,
     tensor_value,
+    values_of_weights,
 )
 from collage_fx.lowering import Lowered, interpreted, lower, why_not_compiled, without_sums
 from collage_fx.metrics import MeasuredInput, Meter, MeteredStep, Rows
@@ -97,6 +100,7 @@ from collage_fx.state import (
     record_of,
     require_format,
     reset_error_terms,
+    storages_of_adopted,
     unpack,
 )
 from collage_fx.torch_compat import (
@@ -107,10 +111,13 @@ from collage_fx.torch_compat import (
     compile_with_inductor,
     current_size,
     generated_code,
+    has_storage,
     inductor_compile_as_it_is,
     inputs_written,
+    local_tensor,
     needs_autograd,
     optimizer_being_stepped,
+    storage_of,
     thinned_lists,
     traced_frame_name,
     traced_frame_variables,
@@ -221,6 +228,8 @@ class Compilation:
         self.left_alone = False
         #: Indices of the inputs whose changed elements the step notes, and the tensors.
         self.tracked: dict[int, torch.Tensor] = {}
+        #: Parameters that the step updates.
+        self.updated: list[torch.Tensor] = []
         self.budgets: tuple[Budget, ...] = ()
 
     # -- From what Dynamo captured to what it calls
@@ -242,7 +251,7 @@ class Compilation:
             if STAND_INS.get() and not thinned_lists():
                 self._refuse_unless_by_members(step)
             if not isinstance(step, Reason) and (thinned_lists() or not stand_in):
-                return noting_steps(step, optimizers)
+                return self._noting(step, optimizers)
             if thinned_lists() or stand_in:
                 for optimizer in optimizers:
                     give_up_rows(optimizer)
@@ -254,11 +263,16 @@ class Compilation:
                 except AliasedStateError as refusal:
                     raise_or_warn(self, refusal, strict=self.options.strict)
             with torch.set_grad_enabled(needs_grad):
-                return noting_steps(self._whole(step), optimizers)
+                return self._noting(self._whole(step), optimizers)
         except (CollageError, TraceWhole):
             for optimizer in optimizers:  # no step has been taken: remove state that the trace has made
                 forget_new_state(optimizer)
             raise
+
+    def _noting(self, step: Callable[..., Any], optimizers: Sequence[Optimizer]) -> Callable[..., Any]:
+        """Wrap a step so that the values it leaves are known to be its own; a recorded step does so as a whole."""
+        updated, self.updated = self.updated, []
+        return step if self.recorded else noting_steps(step, optimizers, updated)
 
     def _noting_changes(self, step: Callable[..., Any]) -> Callable[..., Any]:
         """Wrap the step of a whole graph so that its writes to tracked tensors are known to be its own."""
@@ -359,7 +373,7 @@ class Compilation:
         for node, owner in zip(inputs, repetition.owners, strict=True):
             if owner is None and node in stores:
                 return Reason.at(stores[node], "it writes to what several updates have in common")
-        if (note := self._reason_to_leave_alone(gm, families.infos)) is not None:
+        if (note := self._reason_to_leave_alone(gm, families.infos, repetition)) is not None:
             return Reason(note)
         try:
             step = self._compensated(gm, families.infos, repetition, example_inputs, inductor_options)
@@ -399,9 +413,9 @@ class Compilation:
             why = "the graph needs autograd, so it is no optimizer step"
             return self._as_captured(gm, example_inputs, inductor_options, why)
         infos = describe_inputs(placeholders(gm.graph), self.module, self.arguments, self.known)
-        if (note := self._reason_to_leave_alone(gm, infos)) is not None:
-            return self._as_captured(gm, example_inputs, inductor_options, note)
         one = Repetition.whole(len(infos))
+        if (note := self._reason_to_leave_alone(gm, infos, one)) is not None:
+            return self._as_captured(gm, example_inputs, inductor_options, note)
         try:
             step = self._compensated(gm, infos, one, example_inputs, inductor_options, not_by_family)
         except AliasedStateError as refusal:
@@ -429,15 +443,19 @@ class Compilation:
                 raise_or_warn(self, refusal, strict=self.options.strict)
 
     def _prepare(self, gm: GraphModule) -> None:
-        """Turn assignments of data into stores; record the step instead if eager torch would raise in it.
+        """Put reads before writes, assignments into stores; record the step if eager torch would raise in it.
 
         Dynamo traces past operations that raise for a dtype, where the step catches the error: a tensor
             without
         values has a factorization in every format.
         """
+        if self.options.strategy != "none":
+            assignments_to_stores(gm)
+        if copies_to_inputs(gm.graph):
+            read_before_overwriting(GraphEditor(gm, "capture"))
+            gm.recompile()
         if self.options.strategy == "none":
             return
-        assignments_to_stores(gm)
         for node in gm.graph.nodes:
             if isinstance(node.target, OpOverload) and factorizes(node.target):
                 low = next(filter(is_low_precision_tensor, node.all_input_nodes), None)
@@ -496,21 +514,57 @@ class Compilation:
             + ("Here it is applied." if is_applied else "So it is here: it needs changes='summed'.")
         )
 
-    def _reason_to_leave_alone(self, gm: GraphModule, infos: Sequence[InputInfo]) -> str | None:
-        """Return the reason to leave a graph to plain Inductor; None if it updates something to rewrite."""
+    def _reason_to_leave_alone(
+        self, gm: GraphModule, infos: Sequence[InputInfo], repetition: Repetition
+    ) -> str | None:
+        """Return the reason to leave a graph to plain Inductor; None if there is something to rewrite.
+
+        That is an update, or a value of weights that leaves the graph.
+        """
         updated = copies_to_inputs(gm.graph)
         if any(is_low_precision_tensor(node) for node in updated):
             return None
         known = any(_input_has_error_terms(info) or _packed_format(info) is not None for info in infos)
-        if updated and known:
+        if updated and (known or self._may_get_terms(gm, infos, repetition)):
             return None  # for example a float32 average of compensated parameters
+        if updated and self.recorded and any(map(is_low_precision_tensor, gm.graph.nodes)):
+            return None  # a float32 tensor that outlives the part, computed from 16-bit values
         sums = self.options.strategy != "none" and self.options.changes == "summed"
         if updated and sums and self._sums_changes(gm):
             return None
         is_step = any(info.role in (Role.PARAMETER, Role.STATE) for info in infos)
         if is_step and self._packs_float32 and any(map(is_float32_tensor, updated)):
             return None
+        if self.options.strategy != "none" and not updated and self._hands_on_weights(gm, infos, repetition):
+            return None
         return "the graph updates no bfloat16 or float16 tensor"
+
+    def _hands_on_weights(
+        self, gm: GraphModule, infos: Sequence[InputInfo], repetition: Repetition
+    ) -> bool:
+        """Return whether a result is a value of weights, as a copy is: Note [Values that leave a graph]."""
+        positions = self._may_get_terms(gm, infos, repetition)
+        inputs = [(node, infos[copies[0]]) for node, copies in zip(placeholders(gm.graph), repetition.copies)]
+        whole = {node for i, (node, info) in enumerate(inputs) if i in positions or _input_has_error_terms(info)}
+        return not values_of_weights(gm.graph, whole).isdisjoint(gm.graph.output_node().all_input_nodes)
+
+    def _may_get_terms(
+        self, gm: GraphModule, infos: Sequence[InputInfo], repetition: Repetition
+    ) -> frozenset[int]:
+        """Return the positions of inputs that are read alone, and get error terms in another graph, if at all."""
+        if self.recorded or self.options.strategy == "none":
+            return frozenset()
+        held, stores = storages_of_adopted(), copies_to_inputs(gm.graph)
+        found = set()
+        for position, (node, copies) in enumerate(zip(placeholders(gm.graph), repetition.copies)):
+            tensor, role = infos[copies[0]].tensor, infos[copies[0]].role
+            if role is not Role.PARAMETER and self.options.packs:
+                continue  # state is packed, and has no error terms
+            if tensor is not None and node not in stores and is_low_precision_tensor(node):
+                piece = local_tensor(tensor)
+                if has_storage(piece) and storage_of(piece) in held:
+                    found.add(position)
+        return frozenset(found)
 
     # -- Refused, rewritten, lowered, reported
 
@@ -543,6 +597,7 @@ class Compilation:
         before = copy_of(gm)
         as_captured = program.before_passes(before)
         made_anew = {} if program.strategy == "none" or self.recorded else results_to_inputs(program)
+        self._refuse_lost_values(program)
         if made_anew:
             program.arithmetic = "wide"  # the displacement of a parameter is kept unrounded
         example_inputs = [*example_inputs, *_values_behind(program, len(example_inputs))]
@@ -550,7 +605,12 @@ class Compilation:
         self._rewrite(program, before, pass_log)
         self._refuse_uncompensated(program)
         is_compensated = bool(program.expansions or program.measured)
-        is_rewritten = is_compensated or program.summed > 0 or bool(self.options.own_passes)
+        is_rewritten = (
+            is_compensated
+            or program.summed > 0
+            or bool(self.recorded and program.strategy != "none")
+            or bool(self.options.own_passes)
+        )
         if not (is_rewritten or repetition.is_whole):
             return Reason("no tensor of it needs an error term")
         after = copy_of(program.gm) if is_rewritten else before  # Inductor edits the graph that it is given
@@ -560,6 +620,9 @@ class Compilation:
                     choose_new(tensor, keep=state.compensated)
         known_packed = any(map(_packed_format, infos))
         self._drop_codes(program)
+        parameters = [state for state in program.states if state.info.role is Role.PARAMETER]
+        copies = [index for state in parameters for index in repetition.copies[state.position]]
+        self.updated = [tensor for index in copies if (tensor := program.infos[index].tensor) is not None]
         for state in program.states:
             for index in repetition.copies[state.position] if state.changed is not None else ():
                 tensor = program.infos[index].tensor
@@ -604,6 +667,32 @@ class Compilation:
         self._keep(report, compensated=is_kept, started=started)
         return made.step
 
+    def _refuse_lost_values(self, program: StepProgram) -> None:
+        """Record the step, or raise, or warn, if a rounded value of weights leaves the graph.
+
+        Its memory is part of another result's, or has sizes that change, so that it has no error term.
+        """
+        if program.strategy == "none" or self.recorded:
+            return
+        graph, own = program.gm.graph, {storage_of(node.meta["val"]) for node in placeholders(program.gm.graph) if tensor_value(node) is not None}
+        whole = {node for i, node in enumerate(placeholders(graph)) if i in program.already_compensated | program.may_get_terms}
+        left = [
+            node
+            for node in graph.output_node().all_input_nodes
+            if is_low_precision_tensor(node) and storage_of(node.meta["val"]) not in own
+        ]
+        lost = next((node for node in left if node in values_of_weights(graph, whole)), None)
+        if lost is None:
+            return
+        what = "a value computed from parameters leaves a compiled part of the step in memory that it shares"
+        record_instead(self.optimizers.values(), self.request, what)
+        refusal = UncompensatedParameterError(
+            f"{what}, so without an error term",
+            where=statement_of([lost]) or self.subject,
+            remedy="give the value memory of its own: value.clone()",
+        )
+        raise_or_warn(self, refusal, strict=self.options.strict)
+
     def _drop_codes(self, program: StepProgram) -> None:
         """Drop the packed values of float32 state that this step, by other options, does not pack."""
         packs = {
@@ -645,6 +734,7 @@ class Compilation:
             for i, (node, info) in enumerate(zip(inputs, program.inputs, strict=True))
             if _input_has_error_terms(info) and not (node in stores and _is_new(info))
         )
+        program.may_get_terms = self._may_get_terms(gm, infos, repetition) - program.already_compensated
         if any(i in program.already_compensated and node not in stores for i, node in enumerate(inputs)):
             program.arithmetic = "wide"  # "native" reads only hi of tensors that it does not update
         if self.options.bytes_per_parameter is not None:

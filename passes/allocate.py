@@ -87,6 +87,7 @@ def _is_tracked(program: StepProgram, state: StateTensor | ReadExpansion) -> boo
 def _reads(program: StepProgram) -> Iterator[ReadExpansion]:
     mutated = {state.position for state in program.states}
     for position, node in enumerate(placeholders(program.gm.graph)):
-        is_read = position in program.already_compensated and position not in mutated
+        whole = program.already_compensated | program.may_get_terms
+        is_read = position in whole and position not in mutated
         if is_read and is_low_precision_tensor(node):
             yield ReadExpansion(node, position, program.inputs[position], program.error_format)

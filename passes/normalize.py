@@ -21,7 +21,6 @@ from collage_fx.graph import (
     GraphEditor,
     StepProgram,
     composite_of,
-    copies_to_inputs,
     facts_of,
     foreach_calls,
     foreach_name,
@@ -29,6 +28,7 @@ from collage_fx.graph import (
     is_low_precision_tensor,
     is_pointwise,
     passed_operand,
+    read_before_overwriting,
     tensor_value,
     weighted_sum,
 )
@@ -68,7 +68,7 @@ class Normalize(Pass):
         for node in list(editor.graph.nodes):
             _choose_constant_branch(editor, node)
             _forward_copy(editor, node)
-        _read_before_overwriting(editor)
+        read_before_overwriting(editor)
         editor.finish()
         return f"{opened} composite and {unpacked} foreach operations opened"
 
@@ -215,24 +215,6 @@ def _forward_copy(editor: GraphEditor, node: Node) -> None:
     node.replace_all_uses_with(result)
     editor.graph.erase_node(node)
     editor.propagate_from(result)
-
-
-def _read_before_overwriting(editor: GraphEditor) -> None:
-    """Keep a store of another input's old value from reading the input's new value.
-
-    ``old = s1.clone(); s1.add_(g); s2.copy_(old)`` is captured as ``copy_(s1, add); copy_(s2, s1)``.
-    Inductor's passes would remove a clone (and plain Inductor of torch 2.13 stores the new value), so the old
-    value is kept as two negations, which Inductor does not remove.
-    """
-    stores = list(copies_to_inputs(editor.graph).values())
-    overwritten: set[Any] = set()
-    for store in stores:
-        destination, source = store.args[:2]
-        if source in overwritten:
-            with editor.graph.inserting_before(stores[0]):
-                negated = editor.call(aten.neg.default, source)
-                store.args = (destination, editor.call(aten.neg.default, negated), *store.args[2:])
-        overwritten.add(destination)
 
 
 def _unpack_foreach(editor: GraphEditor, node: Node) -> bool:

@@ -3,11 +3,11 @@
 from collage_fx.graph.cancellation import find_cancellation, spoils_an_update
 from collage_fx.graph.components import components
 from collage_fx.graph.devices import DEVICES, SUPPORTED, device_facts
-from collage_fx.graph.editor import GraphEditor
+from collage_fx.graph.editor import GraphEditor, read_before_overwriting
 from collage_fx.graph.families import ONCE, Repetition, input_name, repeated_graph
 from collage_fx.graph.feedback import copies_read_by, fed_back, new_value
 from collage_fx.graph.invariants import verify
-from collage_fx.graph.new_tensors import results_to_inputs
+from collage_fx.graph.new_tensors import results_to_inputs, values_of_weights
 from collage_fx.graph.nodes import (
     PASS_MARK,
     assignments,
@@ -171,6 +171,7 @@ __all__ = [
     "passed_operand",
     "placeholders",
     "reached",
+    "read_before_overwriting",
     "read_recurrence",
     "repeated_graph",
     "rest",
@@ -197,6 +198,7 @@ __all__ = [
     "update_sums",
     "update_value",
     "values_of_update",
+    "values_of_weights",
     "verify",
     "weighted_sum",
 ]

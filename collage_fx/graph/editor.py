@@ -22,7 +22,7 @@ from collage_fx.graph.nodes import (
     prims,
     tensor_value,
 )
-from collage_fx.graph.operator_facts import is_pointwise
+from collage_fx.graph.operator_facts import is_movement, is_pointwise, passed_operand
 from collage_fx.torch_compat import (
     detect_fake_mode,
     fake_like,
@@ -230,3 +230,44 @@ def _signature(arg: Any, *, elementwise: bool) -> Any:
     if elementwise:
         return value.dtype, value.device, (2,) * (value.dim() > 0), (1,) * (value.dim() > 0)
     return value.dtype, value.device, tuple(map(int, value.shape)), tuple(map(int, value.stride()))
+
+
+def read_before_overwriting(editor: GraphEditor) -> None:
+    """Keep stores and results of an input's old value from reading the new value.
+
+    ``old = s1.clone(); s1.add_(g); s2.copy_(old)`` is captured as ``copy_(s1, add); copy_(s2, s1)``.
+    Inductor's passes would remove a clone (and plain Inductor of torch 2.13 stores the new value), so the old
+    value is kept as two negations, which Inductor does not remove.
+    """
+    stores = list(copies_to_inputs(editor.graph).values())
+    overwritten: set[Node] = set()
+    for store in stores:
+        destination, source = store.args[:2]
+        assert isinstance(destination, Node)
+        if isinstance(source, Node) and _memory_read(source) in overwritten:
+            with editor.graph.inserting_before(stores[0]):
+                store.args = (destination, _twice_negated(editor, source), *store.args[2:])
+        overwritten.add(destination)
+    output = editor.graph.output_node()
+    for result in output.all_input_nodes:
+        if result.op != "placeholder" and _memory_read(result) in overwritten:
+            with editor.graph.inserting_before(stores[0]):
+                output.replace_input_with(result, _twice_negated(editor, result))
+
+
+def _memory_read(node: Node) -> Node:
+    """Return the node whose memory a compiler may read for a node: copies and views are its operand's."""
+    while (operand := passed_operand(node)) is not None or (
+        len(node.all_input_nodes) == 1 and is_movement(node)
+    ):
+        node = node.all_input_nodes[0] if operand is None else operand
+    return node
+
+
+def _twice_negated(editor: GraphEditor, node: Node) -> Node:
+    """Add ``-(-x)``, in integers for a mask."""
+    value = tensor_value(node)
+    assert value is not None
+    if value.dtype is torch.bool:
+        return editor.call(aten.logical_not.default, editor.call(aten.logical_not.default, node))
+    return editor.call(aten.neg.default, editor.call(aten.neg.default, node))

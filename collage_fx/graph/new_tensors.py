@@ -12,14 +12,17 @@ dropped if the strategy does not choose z.
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterator
+import math
+import operator
+from collections.abc import Collection, Iterator
 
 import torch
-from torch.fx import Node
+from torch.fx import Graph, Node
 
 from collage_fx.graph.nodes import (
     copies_to_inputs,
+    is_conversion,
+    is_copy_to_input,
     is_dense,
     is_low_precision_tensor,
     operands_of,
@@ -27,9 +30,15 @@ from collage_fx.graph.nodes import (
     reached,
     tensor_value,
 )
-from collage_fx.graph.operator_facts import ignores_values, is_movement
+from collage_fx.graph.operator_facts import (
+    facts_of,
+    ignores_values,
+    is_movement,
+    is_pointwise,
+    passed_operand,
+)
 from collage_fx.graph.program import InputInfo, Role, StepProgram
-from collage_fx.torch_compat import fake_like, pytree, storage_of
+from collage_fx.torch_compat import current_size, fake_like, pytree, storage_of
 
 aten = torch.ops.aten
 
@@ -71,20 +80,62 @@ def results_to_inputs(program: StepProgram) -> dict[int, int]:
     return {index: copies[k][member] for index, (k, member) in whole if k in copies}
 
 
+def values_of_weights(graph: Graph, whole: Collection[Node]) -> set[Node]:
+    """Return the nodes that are copies, sums, differences, averages and the like of tensors with error terms.
+
+    Activations are none: a weight is broadcast for them, or multiplied as a matrix.
+
+    Args:
+        graph: a functional graph.
+        whole: inputs that are read with their error terms.
+    """
+    #: Value of weights -> number of elements of weights that it is computed from, at most its own number.
+    found = {node: _elements_of(node) for node in whole}
+    for node in graph.nodes:
+        read = [operand for operand in node.all_input_nodes if operand in found]
+        if node.op != "call_function" or not read or is_copy_to_input(node):
+            continue
+        value, size, source = tensor_value(node), _elements_of(node), max(map(found.__getitem__, read))
+        if value is None:
+            found[node] = source  # a list of tensors
+        elif (operand := passed_operand(node)) is not None:
+            if operand in found:
+                found[node] = min(size, found[operand])
+        elif node.target is operator.getitem or facts_of(node.target).moves:
+            found[node] = min(size, sum(map(found.__getitem__, read)))
+        elif not value.is_floating_point():
+            continue
+        elif is_pointwise(node.target) or is_conversion(node):
+            if source >= size:
+                found[node] = size
+        elif torch.Tag.reduction in getattr(node.target, "tags", ()):
+            found[node] = size
+    return found.keys() - set(whole)
+
+
+def _elements_of(node: Node) -> int:
+    """Return the number of elements of a tensor; 0 for a list of tensors or a number."""
+    value = tensor_value(node)
+    return 0 if value is None else math.prod(map(current_size, value.shape))
+
+
 def _rounded(program: StepProgram, results: list[Node | None]) -> Iterator[int]:
     """Yield the indices of results that own their memory and whose values rounding may have cut."""
     inputs = placeholders(program.gm.graph)
-    kept_up = {node for i, node in enumerate(inputs) if i in program.already_compensated}
+    read_whole = program.already_compensated | program.may_get_terms
+    kept_up = {node for i, node in enumerate(inputs) if i in read_whole}
     kept_up |= {each for each in copies_to_inputs(program.gm.graph) if is_low_precision_tensor(each)}
-    memory = Counter(
-        storage_of(value) for node in {*results, *inputs} if (value := tensor_value(node)) is not None
-    )
+    regions = {node: _region(value) for node in {*results, *inputs} if (value := tensor_value(node)) is not None}
     for k, node in enumerate(results):
         value = tensor_value(node)
         if node is None or value is None or node.op != "call_function" or not is_low_precision_tensor(node):
             continue
         sizes = (*value.shape, *value.stride())
-        is_own = memory[storage_of(value)] == 1 and results.count(node) == 1
+        storage, first, end = regions[node]
+        is_own = results.count(node) == 1 and not any(
+            other is not node and region[0] == storage and region[1] < end and first < region[2]
+            for other, region in regions.items()
+        )
         if (
             is_own
             and all(type(size) is int for size in sizes)
@@ -92,6 +143,13 @@ def _rounded(program: StepProgram, results: list[Node | None]) -> Iterator[int]:
             and _is_rounded(node, kept_up)
         ):
             yield k
+
+
+def _region(value: torch.Tensor) -> tuple[int, float, float]:
+    """Return the storage of a tensor, its first element there, and the end; all of it if that is unknown."""
+    first = value.storage_offset()
+    is_known = all(type(size) is int for size in (first, *value.shape, *value.stride())) and is_dense(value)
+    return storage_of(value), *((first, first + value.numel()) if is_known else (0, math.inf))
 
 
 def _is_rounded(node: Node, kept_up: set[Node]) -> bool:

@@ -252,6 +252,8 @@ class StepProgram:
             whole graph.
         already_compensated: positions of inputs that have error terms already (from another compiled
             callable, an earlier compilation or a checkpoint).
+        may_get_terms: positions of inputs that are read alone and belong to an optimizer whose step gives error
+            terms: they are read whole from the first call that finds error terms.
         is_recorded: whether it is a part of a recorded step: another part may have computed, from the old
             value of an input, the new value that this part stores.
         is_compiled: whether it is compiled, rather than run operation by operation.
@@ -277,6 +279,7 @@ class StepProgram:
     error_format: ErrorFormat
     repetition: Repetition = None  # type: ignore[assignment]  # made of the infos
     already_compensated: frozenset[int] = frozenset()
+    may_get_terms: frozenset[int] = frozenset()
     is_recorded: bool = False
     is_compiled: bool = True
     rounded_at_random: set[Node] = field(default_factory=set)

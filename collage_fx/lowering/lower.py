@@ -15,6 +15,7 @@ from collage_fx.errors import FailedLoweringError, InvalidOptionError, warn
 from collage_fx.graph import (
     WAYS,
     InputInfo,
+    ReadExpansion,
     Reason,
     Reasons,
     Repetition,
@@ -134,6 +135,7 @@ def lower(
             program.infos[index],
             state.error_format,
             tracks=isinstance(state, StateTensor) and state.changed is not None,
+            reads=isinstance(state, ReadExpansion),
         )
         for state in program.expansions
         for index in repetition.copies[state.position]

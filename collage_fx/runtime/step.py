@@ -24,6 +24,7 @@ from collage_fx.state import (
     buffers_version,
     changed_elements,
     ensure_record,
+    has_error_terms,
     note_new,
     owner_of_changes,
 )
@@ -82,7 +83,7 @@ class CompensatedStep:
         found = [auxiliary for binding in self.bindings for auxiliary in binding.added_to(arguments)]
         arguments += found
         self.added.fit(arguments)
-        if all(binding.bound is not None for binding in self.bindings):
+        if all(binding.is_lasting for binding in self.bindings):
             self._buffers, self._state = [weakref.ref(auxiliary) for auxiliary in found], state
 
 
@@ -215,7 +216,9 @@ class MakingStep:
         return tuple(results)
 
 
-def bind(index: int, info: InputInfo, error_format: ErrorFormat, *, tracks: bool = False) -> Binding:
+def bind(
+    index: int, info: InputInfo, error_format: ErrorFormat, *, tracks: bool = False, reads: bool = False
+) -> Binding:
     """Return a binding that finds the error terms of an input; create them now if the input is bound.
 
     Args:
@@ -223,11 +226,15 @@ def bind(index: int, info: InputInfo, error_format: ErrorFormat, *, tracks: bool
         info: facts about it.
         error_format: format of its error terms.
         tracks: whether the step takes the bitmap of its changed elements behind them.
+        reads: whether the step only reads them; then none are created.
     """
     if not info.bound or info.tensor is None:
-        return Binding(index, error_format, info.name)
+        return Binding(index, error_format, info.name, reads=reads)
+    if reads and not has_error_terms(info.tensor):
+        return Binding(index, error_format, info.name, TensorWeakRef(info.tensor), reads=True)
     record = ensure_record(info.tensor, error_format, name=info.name)
-    return Binding(index, error_format, info.name, TensorWeakRef(info.tensor), weakref.ref(record), tracks)
+    bound = TensorWeakRef(info.tensor)
+    return Binding(index, error_format, info.name, bound, weakref.ref(record), tracks, reads)
 
 
 @dataclass
@@ -246,6 +253,7 @@ class Binding:
         bound: the tensor, if it is an attribute of the module.
         record: the remembered record of a bound tensor.
         tracks: whether the step takes the bitmap of the tensor's changed elements, too.
+        reads: whether the step only reads the error terms. A tensor without error terms is read with zeros.
     """
 
     index: int
@@ -254,9 +262,19 @@ class Binding:
     bound: TensorWeakRef | None = None
     record: Callable[[], ErrorTermRecord | None] = lambda: None
     tracks: bool = False
+    reads: bool = False
+
+    @property
+    def is_lasting(self) -> bool:
+        """Whether the error terms stay the same as long as no record is dropped."""
+        return self.bound is not None and (not self.reads or self.record() is not None)
 
     def added_to(self, arguments: Sequence[Any]) -> Sequence[Tensor]:
         """Return the tensors that a step takes beside the input in a call."""
+        if self.reads and self.record() is None:
+            tensor = self._tensor_in(arguments)
+            if not has_error_terms(tensor):
+                return self.error_format.zeros(local_tensor(tensor))
         record = self.record_in(arguments)
         added = record.use(self.name)
         owner = record.owner()
@@ -266,15 +284,20 @@ class Binding:
         """Return the record of the input in a call."""
         if (known := self.record()) is not None:
             return known
-        tensor = arguments[self.index] if self.bound is None else self.bound()
+        tensor = self._tensor_in(arguments)
+        refuse_layout(tensor, self.name)
+        record = ensure_record(tensor, self.error_format, name=self.name)
+        if self.bound is not None:
+            self.record = weakref.ref(record)
+        return record
+
+    def _tensor_in(self, arguments: Sequence[Any]) -> Tensor:
+        """Return the input in a call."""
+        tensor: Tensor | None = arguments[self.index] if self.bound is None else self.bound()
         if tensor is None:
             raise LostErrorTermsError(
                 "the tensor that this compiled step updates is gone, and its error terms with it",
                 where=self.name,
                 remedy="compile the step of the optimizer in use: torch.compile(opt.step, backend=...)",
             )
-        refuse_layout(tensor, self.name)
-        record = ensure_record(tensor, self.error_format, name=self.name)
-        if self.bound is not None:
-            self.record = weakref.ref(record)
-        return record
+        return tensor

@@ -13,6 +13,7 @@ from collage_fx.state.checkpoint import (
     load_flat,
     note_compiled,
     note_eager_step,
+    storages_of_adopted,
     times_loaded,
 )
 from collage_fx.state.error_terms import (

@@ -139,6 +139,7 @@ from collage_fx.state.wide_state import (
 )
 from collage_fx.torch_compat import (
     distributed_like,
+    has_storage,
     local_tensor,
     pytree,
     real_tensors,
@@ -523,6 +524,14 @@ def adopt(optimizer: Optimizer) -> None:
 def is_adopted(optimizer: Optimizer) -> bool:
     """Return whether an optimizer saves and loads error terms."""
     return optimizer in _adopted
+
+
+def storages_of_adopted() -> set[int]:
+    """Return the storages of the low-precision parameters and states of all adopted optimizers."""
+    held = (known for each in list(_adopted) for known in known_tensors({"self": each}).values())
+    low = (known.tensor for known in held if known.role is not Role.GRADIENT)
+    pieces = (local_tensor(each) for each in low if is_low_precision(each.dtype))
+    return {storage_of(piece) for piece in pieces if has_storage(piece)}
 
 
 def _register(optimizer: Optimizer) -> None:

@@ -69,9 +69,11 @@ class _Held:
             name: each.format for name, each in found if each is not None and each.format.keeps_error
         }
         low = ((slot.name, slot.value) for slot in self.slots if isinstance(slot.value, Parameter))
-        parameters = [each for each in low if each[0] in self.formats]
+        # Another optimizer's step may give a parameter its error terms.
+        parameters = [each for each in low if is_low_precision(each[1].dtype)]
         named = ((slot.name, slot.value) for slot in self.slots if slot.name)
         state = [each for each in named if _is_plain_state(each[1])]
+        self._parameters = {id(parameter) for _, parameter in parameters}
         self.written = WriteDetector(parameters, state, type(optimizer).__name__)
         self._entries = list(optimizer.state.values())
         looked_at = [slot for slot in self.slots if type(slot.container) is not type(optimizer.state)]
@@ -90,6 +92,10 @@ class _Held:
             )
         except (KeyError, IndexError):
             return False
+
+    def has_one_of(self, tensors: set[int]) -> bool:
+        """Return whether a parameter is among tensors, which are given by ``id``."""
+        return not tensors.isdisjoint(self._parameters)
 
     def is_free_of_others(self, optimizer: Optimizer) -> bool:
         """Return whether the program has released the dictionaries and lists that it has replaced."""
@@ -162,19 +168,31 @@ def note_writes_between_steps() -> None:
             note_write(tensor)
 
 
-def noting_steps(step: Callable[..., Any], optimizers: Sequence[Optimizer]) -> Callable[..., Any]:
-    """Wrap a compiled step so that :func:`note_step` is called after it, for each optimizer."""
-    references = [*map(weakref.ref, optimizers)]
+def noting_steps(
+    step: Callable[..., Any], optimizers: Sequence[Optimizer], updated: Sequence[Tensor] = ()
+) -> Callable[..., Any]:
+    """Wrap a compiled step so that :func:`note_step` is called after it, for each optimizer.
+
+    Args:
+        step: the compiled step.
+        optimizers: optimizers that it is known to step.
+        updated: tensors that it updates. If another optimizer holds one, its parameters are checked before
+            the step, and noted after it.
+    """
+    references, written = [*map(weakref.ref, optimizers)], {*map(id, updated)}
 
     def noting(*arguments: Any) -> Any:
+        stepped = [each for reference in references if (each := reference()) is not None]
+        others = [each for each in list(_held) if each not in stepped and _held[each].has_one_of(written)]
+        for other in others:
+            _settle_written(other, is_in_place=False)
         try:
             return step(*arguments)
         finally:  # a refused step has increased version counters, too
-            for reference in references:
-                if (optimizer := reference()) is not None:
-                    note_step(optimizer)
+            for optimizer in (*stepped, *others):
+                note_step(optimizer)
 
-    return noting if references else step
+    return noting if references or written else step
 
 
 def format_before(name: str, optimizer: Optimizer) -> ErrorFormat | None:
@@ -229,7 +247,7 @@ def settle_replaced(optimizer: Optimizer) -> None:
     if held is None:
         return
     is_complete = held.is_complete(optimizer)
-    held.written.settle(lambda tensor: _may_be_of_another(tensor, optimizer), is_in_place=is_complete)
+    _settle_written(optimizer, is_in_place=is_complete)
     if is_complete:
         return
     now = {slot.name: slot for slot in _slots_of(optimizer) if slot.name}
@@ -251,6 +269,13 @@ def settle_replaced(optimizer: Optimizer) -> None:
             written.append(new)
     note_held(optimizer)
     _warn_of_new_values(optimizer, written)
+
+
+def _settle_written(optimizer: Optimizer, *, is_in_place: bool) -> None:
+    """Drop the error terms of an optimizer's tensors that the program has written to since its last step."""
+    _held[optimizer].written.settle(
+        lambda tensor: _may_be_of_another(tensor, optimizer), is_in_place=is_in_place
+    )
 
 
 def _may_be_of_another(tensor: Tensor, optimizer: Optimizer) -> bool:

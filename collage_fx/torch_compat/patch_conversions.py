@@ -151,6 +151,8 @@ def watch_conversions(watch: Watch) -> None:
                 with (
                     watch.within(code, variables),
                     dynamo_config.patch(watch.settings),
+                    # A part without operations, now, may have some in a later step.
+                    dynamo_config.patch(allow_empty_graphs=_may_update(code, variables)),
                     _patched(watch, code, variables),
                 ):
                     converted = convert(frame, *args, **kwargs)

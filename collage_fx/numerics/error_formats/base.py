@@ -226,6 +226,11 @@ class ErrorFormat(ABC):
         is_beyond = self.split(value, hi.dtype)[0] != hi
         return self.split(torch.where(is_beyond, torch.nextafter(value, near), value), hi.dtype)[1:]
 
+    def zeros(self, hi: Tensor) -> list[Tensor]:
+        """Return the inputs of ``store`` behind hi for a tensor that is exactly hi."""
+        zeros = [spec.zeros(hi.device) for spec in self.auxiliaries(hi)]
+        return [*zeros, torch.zeros((), dtype=torch.int32, device=hi.device)] if self.is_dithered else zeros
+
     def nbytes(self, hi: Tensor) -> int:
         """Return the number of bytes of the auxiliary tensors beside ``hi``."""
         return sum(spec.nbytes for spec in self.auxiliaries(hi))
