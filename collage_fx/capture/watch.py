@@ -75,11 +75,14 @@ from collage_fx.capture.progress import show_progress
 from collage_fx.capture.recorder import is_recording
 from collage_fx.capture.recording import (
     Request,
+    beginning_here,
     branches_on_values,
     is_recordable,
     is_recorded,
+    is_switch,
     record,
     stop_recording,
+    switch,
 )
 from collage_fx.capture.refusals import refuse_optimizer, refuse_unknown_torch
 from collage_fx.capture.thinning import rows_to_trace
@@ -112,6 +115,7 @@ from collage_fx.torch_compat import (
     GraphBreak,
     Place,
     RunEagerly,
+    RunRecorded,
     TracedRows,
     TraceWhole,
     Watch,
@@ -257,8 +261,12 @@ def _is_refused(optimizer: Optimizer, *, strict: bool) -> bool:
 def _before_conversion(request: Request, code: CodeType, variables: Mapping[str, Any]) -> None:
     """Leave recorded steps to Python; record steps, or refuse them, at the limit of compilations."""
     refuse_unknown_torch()
+    if is_recording() or is_switch(code):
+        raise RunEagerly(always=is_switch(code))
     # The optimizers that a function is about to step, if it is torch's wrapper around a step.
     for optimizer in optimizers_among(variables).values() if is_step_wrapper(code) else ():
+        if is_recordable(optimizer):
+            switch(optimizer)
         if not is_recorded(optimizer) and branches_on_values(optimizer):
             reason = "it branches on the value of lr, which is a tensor"
             record(optimizer, request, reason)
@@ -332,6 +340,8 @@ def _at_failed_conversion(
     """
     reason = f"capturing them failed with {type(error).__name__}: {error}"
     record_instead(optimizers_among(variables).values(), request, reason, level=logging.WARNING)
+    if (begin := beginning_here(request, reason, level=logging.WARNING)) is not None:
+        raise RunRecorded(begin)
 
 
 def record_instead(
@@ -461,6 +471,8 @@ def _record_or_refuse(code: CodeType, graph_break: GraphBreak) -> None:
         if is_step_wrapper(code):
             raise RunEagerly
         return
+    if (begin := beginning_here(request, graph_break.reason)) is not None:
+        raise RunRecorded(begin)
     refusal = GraphBreakError(
         f"Dynamo cannot capture the step of {type(optimizer).__name__}, and would run a part "
         f"of it eagerly, without error terms: {graph_break.reason}",

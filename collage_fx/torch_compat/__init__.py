@@ -46,6 +46,7 @@ try:
         ConvertAgain,
         Refused,
         RunEagerly,
+        RunRecorded,
         TraceWhole,
         backend_being_traced_for,
         backend_within,
@@ -94,6 +95,7 @@ try:
     )
     from collage_fx.torch_compat.optim_frames import (
         ORIGINAL,
+        PASSED,
         calls_compiled_function,
         compiled_callables_on_the_stack,
         compiled_callables_within,
@@ -105,6 +107,7 @@ try:
         is_traced_without_wrapper,
         optimizer_being_stepped,
         original_class,
+        variables_on_the_stack,
         wrapped_steps_on_the_stack,
     )
     from collage_fx.torch_compat.own_steps import (

@@ -20,10 +20,16 @@ from torch._dynamo import config as dynamo_config
 from torch._dynamo import convert_frame, decorators, eval_frame
 from torch._dynamo.exc import ShortenTraceback, Unsupported
 from torch._dynamo.resume_execution import TORCH_DYNAMO_RESUME_IN_PREFIX
-from torch._dynamo.types import ConvertFrameReturn
+from torch._dynamo.types import ConvertFrameReturn, FrameAction, FrameExecStrategy
 from torch.optim import Optimizer
 
-from collage_fx.torch_compat.dynamo_trace import ConvertAgain, RunEagerly, TraceWhole, backend_within
+from collage_fx.torch_compat.dynamo_trace import (
+    ConvertAgain,
+    RunEagerly,
+    RunRecorded,
+    TraceWhole,
+    backend_within,
+)
 from collage_fx.torch_compat.optim_frames import (
     is_in_torchs_optimizer,
     optimizer_being_stepped,
@@ -165,8 +171,11 @@ def watch_conversions(watch: Watch) -> None:
             finally:
                 thinned.clear()
                 looked_for.clear()
-        except RunEagerly:
-            return ConvertFrameReturn(apply_to_code=False)
+        except RunRecorded as recorded:
+            recorded.begin()
+            return ConvertFrameReturn(FrameExecStrategy(FrameAction.SKIP, FrameAction.SKIP), apply_to_code=False)
+        except RunEagerly as chosen:
+            return ConvertFrameReturn(apply_to_code=chosen.always)
         except (TraceWhole, ConvertAgain) as again:
             whole = isinstance(again, TraceWhole)
         else:
