@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from types import CodeType
 from typing import Any, NamedTuple
@@ -27,6 +27,7 @@ from collage_fx.state import (
     KnownTensor,
     adopt,
     has_error_terms,
+    has_state,
     known_tensors,
     note_held,
     note_new,
@@ -37,7 +38,6 @@ from collage_fx.state import (
     stop_packing,
 )
 from collage_fx.torch_compat import (
-    PASSED,
     fused_operator,
     is_step_wrapper,
     reroute_steps,
@@ -157,8 +157,8 @@ _for_one_step: WeakKeyDictionary[Optimizer, _Recording] = WeakKeyDictionary()
 def _switched(step: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap ``step`` such that it is recorded for optimizers that are to be recorded.
 
-    Where Dynamo has given up on the whole step, Python calls the wrapper: a recording may begin in the middle
-    (:func:`beginning_here`), and ends with the step. Dynamo looks into each Python function that is called here.
+    Where Dynamo does not capture the step as a whole, Python calls the wrapper: a recording may begin in the
+    middle (:func:`beginning_here`), and ends with the step. Dynamo looks into every function called here.
     """
 
     def switched(self: Optimizer, *args: Any, **kwargs: Any) -> Any:
@@ -171,7 +171,8 @@ def _switched(step: Callable[..., Any]) -> Callable[..., Any]:
                     stop_recording(self)
         if torch.compiler.is_compiling():
             return step(self, *args, **kwargs)
-        had_gradients, begun = torch.is_grad_enabled(), []  # read by beginning_here()
+        begun: list[_Begun] = []  # beginning_here() reads it, and had_gradients
+        had_gradients = torch.is_grad_enabled()  # noqa: F841
         if args or kwargs:
             args, kwargs = _with_closures(args, kwargs, begun)
         try:
@@ -197,9 +198,9 @@ def is_switch(code: CodeType) -> bool:
     return code in _switches
 
 
-def switch(optimizer: Optimizer) -> None:
-    """Wrap the step of an optimizer's class, so that a recording may begin in the middle of a step."""
-    reroute_steps(type(optimizer), _switched)
+def switch(optimizer: Optimizer) -> bool:
+    """Allow recordings to begin in the middle of an optimizer's steps; return whether its class has changed."""
+    return is_recordable(optimizer) and reroute_steps(type(optimizer), _switched)
 
 
 class _Begun:
@@ -235,16 +236,21 @@ def _with_closures(args: Any, kwargs: dict[str, Any], begun: list[_Begun]) -> tu
     """Wrap the closures among a step's arguments, so that they run unrecorded once a recording has begun."""
 
     def wrapped(argument: Any) -> Any:
-        if not callable(argument):
-            return argument
-
-        def closure(*args: Any, **kwargs: Any) -> Any:
-            return begun[0].call(argument, args, kwargs) if begun else argument(*args, **kwargs)
-
-        setattr(closure, PASSED, argument)
-        return closure
+        return _Closure(argument, begun) if callable(argument) else argument
 
     return tuple(map(wrapped, args)), {name: wrapped(value) for name, value in kwargs.items()}
+
+
+class _Closure:
+    """Closure of a step, which runs unrecorded once a recording has begun."""
+
+    def __init__(self, function: Callable[..., Any], begun: Sequence[_Begun]) -> None:
+        self.__collage_fx_passed__ = function
+        self._begun = begun
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        function = self.__collage_fx_passed__
+        return self._begun[0].call(function, args, kwargs) if self._begun else function(*args, **kwargs)
 
 
 def beginning_here(request: Request, reason: str, *, level: int = logging.INFO) -> Callable[[], None] | None:
@@ -307,7 +313,7 @@ class _Recording:
         remember_state(optimizer, object())
         settle_replaced(optimizer)
         self._look_at(optimizer)
-        self._without_state = [p for _, p in parameter_names(optimizer) if not optimizer.state.get(p)]
+        self._without_state = [p for _, p in parameter_names(optimizer) if not has_state(optimizer, p)]
         self._has_compiled = False
         try:
             with (

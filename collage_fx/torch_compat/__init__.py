@@ -95,7 +95,6 @@ try:
     )
     from collage_fx.torch_compat.optim_frames import (
         ORIGINAL,
-        PASSED,
         calls_compiled_function,
         compiled_callables_on_the_stack,
         compiled_callables_within,
@@ -156,6 +155,7 @@ try:
         guard_by_identity,
         has_internal_overlap,
         has_storage,
+        is_class_traced,
         is_held_by_torch,
         is_wrapper,
         is_wrapper_class,

@@ -31,7 +31,7 @@ def is_step_of(optimizer: torch.optim.Optimizer, code: CodeType) -> bool:
     return any(getattr(inspect.unwrap(step), "__code__", None) is code for step in steps)
 
 
-#: Attribute of a function around a step's closure: the closure.
+#: Attribute of an object around a step's closure: the closure.
 PASSED = "__collage_fx_passed__"
 
 #: Attribute of a class of ``collage_fx.optim``: the class that it is made of.
@@ -139,7 +139,7 @@ def possible_steps_on_the_stack() -> Iterator[tuple[CodeType, Mapping[str, Any]]
 
 
 def variables_on_the_stack(codes: Container[CodeType]) -> Mapping[str, Any] | None:
-    """Return the variables of Python's innermost frame that runs one of the given codes; None if none does."""
+    """Return the variables of Python's innermost frame that runs one of these codes; None if none does."""
     frame: Any = sys._getframe()
     while frame is not None and frame.f_code not in codes:
         frame = frame.f_back
