@@ -33,7 +33,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from collage_fx.state import parameter_names
+from collage_fx.state import has_state, parameter_names
 from collage_fx.torch_compat import gradient_dtype, local_tensor, original_class
 
 
@@ -91,7 +91,7 @@ def add_stand_ins(optimizer: Optimizer) -> None:
         return
     members = _members[optimizer]
     for _, p in parameter_names(optimizer):
-        is_known = id(p) in members.known or bool(optimizer.state.get(p))
+        is_known = id(p) in members.known or has_state(optimizer, p)
         if p.grad is None and (is_known or (p.requires_grad and members.changes > 1)):
             p.grad = stand_in_for(p, members.known.get(id(p)))
             members.standing_in.append(p)

@@ -8,6 +8,8 @@ from weakref import WeakKeyDictionary
 
 from torch.optim import Optimizer
 
+from collage_fx.state import has_state
+
 _with_state: WeakKeyDictionary[Optimizer, tuple[Any, frozenset[int]]] = WeakKeyDictionary()
 
 
@@ -29,5 +31,5 @@ def forget_new_state(optimizer: Optimizer) -> None:
 
 
 def _keys_with_state(optimizer: Optimizer) -> Iterator[Any]:
-    """Yield the parameters that have state."""
-    return (key for key, state in optimizer.state.items() if state)
+    """Yield the parameters, and other keys, that have state."""
+    return (key for key in optimizer.state if has_state(optimizer, key))

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from types import CodeType
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -26,6 +27,7 @@ from collage_fx.state import (
     KnownTensor,
     adopt,
     has_error_terms,
+    has_state,
     known_tensors,
     note_held,
     note_new,
@@ -35,7 +37,14 @@ from collage_fx.state import (
     state_tensors,
     stop_packing,
 )
-from collage_fx.torch_compat import fused_operator, is_step_wrapper, reroute_steps, run_unfused, storage_of
+from collage_fx.torch_compat import (
+    fused_operator,
+    is_step_wrapper,
+    reroute_steps,
+    run_unfused,
+    storage_of,
+    variables_on_the_stack,
+)
 
 log = logging.getLogger("collage_fx")
 
@@ -146,19 +155,121 @@ _for_one_step: WeakKeyDictionary[Optimizer, _Recording] = WeakKeyDictionary()
 
 
 def _switched(step: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap ``step`` such that it is recorded for optimizers that are to be recorded."""
+    """Wrap ``step`` such that it is recorded for optimizers that are to be recorded.
+
+    Where Dynamo does not capture the step as a whole, Python calls the wrapper: a recording may begin in the
+    middle (:func:`beginning_here`), and ends with the step. Dynamo looks into every function called here.
+    """
 
     def switched(self: Optimizer, *args: Any, **kwargs: Any) -> Any:
         recording = getattr(self, RECORDING, None)
-        if recording is None:
+        if recording is not None:
+            try:
+                return recording.run(step, self, args, kwargs)
+            finally:
+                if recording.is_for_one_step:
+                    stop_recording(self)
+        if torch.compiler.is_compiling():
             return step(self, *args, **kwargs)
+        begun: list[_Begun] = []  # beginning_here() reads it, and had_gradients
+        had_gradients = torch.is_grad_enabled()  # noqa: F841
+        if args or kwargs:
+            args, kwargs = _with_closures(args, kwargs, begun)
         try:
-            return recording.run(step, self, args, kwargs)
-        finally:
-            if recording.is_for_one_step:
-                stop_recording(self)
+            result = step(self, *args, **kwargs)
+        except BaseException as error:
+            if begun:
+                begun[0].end(error)
+            raise
+        if begun:
+            begun[0].end(None)
+        return result
 
+    _switches.add(switched.__code__)
     return switched
+
+
+#: Code of the functions that :func:`_switched` makes.
+_switches: set[CodeType] = set()
+
+
+def is_switch(code: CodeType) -> bool:
+    """Return whether code belongs to the wrapper around ``step`` that records it."""
+    return code in _switches
+
+
+def switch(optimizer: Optimizer) -> bool:
+    """Allow recordings to begin in the middle of an optimizer's steps; return whether its class has changed."""
+    return is_recordable(optimizer) and reroute_steps(type(optimizer), _switched)
+
+
+class _Begun:
+    """Recording that began in the middle of a step.
+
+    Attributes:
+        recording: the optimizer's recording.
+    """
+
+    def __init__(self, recording: _Recording, optimizer: Optimizer, *, had_gradients: bool) -> None:
+        self.recording = recording
+        self._had_gradients = had_gradients
+        self._optimizer = optimizer
+        self._stack = ExitStack()
+        self._stack.enter_context(recording.recorded(optimizer))
+
+    @torch.compiler.disable
+    def end(self, error: BaseException | None) -> None:
+        """End the recording with the step, which may have raised an exception."""
+        try:
+            self._stack.__exit__(None if error is None else type(error), error, None)
+        finally:
+            torch.set_grad_enabled(self._had_gradients)
+
+    def call(self, closure: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
+        """Call the step's closure, unrecorded."""
+        outside = self.recording.outside(self._optimizer, had_gradients=self._had_gradients)
+        return outside(closure)(*args, **kwargs)
+
+
+@torch.compiler.disable
+def _with_closures(args: Any, kwargs: dict[str, Any], begun: list[_Begun]) -> tuple[Any, dict[str, Any]]:
+    """Wrap the closures among a step's arguments, so that they run unrecorded once a recording has begun."""
+
+    def wrapped(argument: Any) -> Any:
+        return _Closure(argument, begun) if callable(argument) else argument
+
+    return tuple(map(wrapped, args)), {name: wrapped(value) for name, value in kwargs.items()}
+
+
+class _Closure:
+    """Closure of a step, which runs unrecorded once a recording has begun."""
+
+    def __init__(self, function: Callable[..., Any], begun: Sequence[_Begun]) -> None:
+        self.__collage_fx_passed__ = function
+        self._begun = begun
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        function = self.__collage_fx_passed__
+        return self._begun[0].call(function, args, kwargs) if self._begun else function(*args, **kwargs)
+
+
+def beginning_here(request: Request, reason: str, *, level: int = logging.INFO) -> Callable[[], None] | None:
+    """Record the optimizer whose step Python is in, innermost, from here on; None if there is no such step.
+
+    Returns:
+        function that begins the recording of this step, which ends with the step.
+    """
+    variables = variables_on_the_stack(_switches)
+    if variables is None or variables["begun"]:
+        return None
+    optimizer, begun = variables["self"], variables["begun"]
+
+    def begin() -> None:
+        record(optimizer, request, reason, level=level)
+        recording = vars(optimizer)[RECORDING]
+        begun.append(_Begun(recording, optimizer, had_gradients=variables["had_gradients"]))
+
+    return begin
 
 
 class _Recording:
@@ -187,6 +298,13 @@ class _Recording:
         """Run one step under the recorder."""
         if is_recording():  # an optimizer inside another one that is being recorded
             return step(optimizer, *args, **kwargs)
+        outside = self.outside(optimizer, had_gradients=torch.is_grad_enabled())
+        with self.recorded(optimizer):
+            return step(optimizer, *map(outside, args), **{k: outside(v) for k, v in kwargs.items()})
+
+    @contextmanager
+    def recorded(self, optimizer: Optimizer) -> Iterator[None]:
+        """Context manager: a step, or the rest of a step, is recorded."""
         self._refuse(optimizer)
         if not self._has_begun:
             adopt(optimizer)
@@ -195,11 +313,8 @@ class _Recording:
         remember_state(optimizer, object())
         settle_replaced(optimizer)
         self._look_at(optimizer)
-        self._without_state = [p for _, p in parameter_names(optimizer) if not optimizer.state.get(p)]
+        self._without_state = [p for _, p in parameter_names(optimizer) if not has_state(optimizer, p)]
         self._has_compiled = False
-        closures = self._outside(optimizer)
-        args = [closures(value) for value in args]
-        kwargs = {name: closures(value) for name, value in kwargs.items()}
         try:
             with (
                 self._progress,
@@ -207,7 +322,7 @@ class _Recording:
                 self._recorder,
                 _Functions(self._recorder),
             ):
-                result = step(optimizer, *args, **kwargs)
+                yield
                 self._recorder.finish(successfully=True)
             for tensor in self._born:
                 note_new(tensor)
@@ -220,7 +335,6 @@ class _Recording:
             self._born.clear()
             note_step(optimizer)  # also of a step that failed half-way
         self._steps_that_compiled = self._steps_that_compiled + 1 if self._has_compiled else 0
-        return result
 
     def _refuse(self, optimizer: Optimizer) -> None:
         """Raise, or warn, if the steps of an optimizer cannot be recorded as the options ask.
@@ -250,9 +364,8 @@ class _Recording:
             if parameter.grad is not None:
                 self._roles[id(parameter.grad)] = "gradient"
 
-    def _outside(self, optimizer: Optimizer) -> Callable[[Any], Any]:
+    def outside(self, optimizer: Optimizer, *, had_gradients: bool) -> Callable[[Any], Any]:
         """Wrap an argument of ``step``: a closure runs unrecorded, with gradients as outside the step."""
-        had_gradients = torch.is_grad_enabled()
 
         def outside(argument: Any) -> Any:
             if not callable(argument):

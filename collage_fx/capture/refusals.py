@@ -54,6 +54,9 @@ from collage_fx.torch_compat import (
     storage_of,
 )
 
+#: Remedy for an optimizer class whose steps torch does not wrap.
+CALL_INIT = "have it call super().__init__(parameters, defaults)"
+
 
 def refuse_unknown_torch() -> None:
     """Raise if this torch lacks something without which results would differ."""
@@ -154,7 +157,7 @@ def _refuse_class(optimizer: Optimizer) -> None:
             where=f"{type(optimizer).__name__}.__init__",
             remedy=f"install the optimizer that it holds: collage_fx.install(optimizer.{held[0]})"
             if held
-            else "have it call super().__init__(parameters, defaults)",
+            else CALL_INIT,
         )
 
 

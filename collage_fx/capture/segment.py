@@ -14,6 +14,7 @@ from torch.fx import Graph, GraphModule
 from torch.fx.node import map_aggregate
 
 from collage_fx.capture.signatures import Signature
+from collage_fx.errors import UnsupportedTensorError
 from collage_fx.graph import components
 from collage_fx.torch_compat import disabled_torch_function, wrapper_subclass
 
@@ -65,6 +66,15 @@ class Deferred(Tensor):
         deferred.spec = spec
         deferred.value = value
         return deferred
+
+    def as_subclass(self, cls: type[Tensor]) -> Any:
+        """Refuse a result in the class of an operand, which torch asks for: it has no values yet."""
+        raise UnsupportedTensorError(
+            f"a recorded step calculates with a tensor of class {cls.__qualname__}, whose results would have to "
+            "be of this class, too",
+            where=cls.__qualname__,
+            remedy="calculate with tensor.as_subclass(torch.Tensor), which shares its memory",
+        )
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]

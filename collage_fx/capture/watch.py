@@ -75,19 +75,23 @@ from collage_fx.capture.progress import show_progress
 from collage_fx.capture.recorder import is_recording
 from collage_fx.capture.recording import (
     Request,
+    beginning_here,
     branches_on_values,
     is_recordable,
     is_recorded,
+    is_switch,
     record,
     stop_recording,
+    switch,
 )
-from collage_fx.capture.refusals import refuse_optimizer, refuse_unknown_torch
+from collage_fx.capture.refusals import CALL_INIT, refuse_optimizer, refuse_unknown_torch
 from collage_fx.capture.thinning import rows_to_trace
 from collage_fx.errors import (
     CollageError,
     EagerStepError,
     GraphBreakError,
     RecompileLimitError,
+    UnsupportedOptimizerError,
     raise_or_warn,
 )
 from collage_fx.numerics import is_low_precision
@@ -112,6 +116,7 @@ from collage_fx.torch_compat import (
     GraphBreak,
     Place,
     RunEagerly,
+    RunRecorded,
     TracedRows,
     TraceWhole,
     Watch,
@@ -126,6 +131,7 @@ from collage_fx.torch_compat import (
     dynamo_recompile_limit,
     handle_stances,
     is_being_stepped,
+    is_class_traced,
     is_compiling_forbidden,
     is_in_own_step,
     is_of_torch_optim,
@@ -220,11 +226,34 @@ def _at_trace(optimizer: Optimizer) -> Iterable[Place] | None:
     if request is None:
         return None
     remember_state(optimizer, current_trace())
+    _record_if_classes_matter(optimizer, request)
     unpack_state(optimizer)
     _adopt(optimizer, strict=request.strict)
     _is_refused(optimizer, strict=request.strict)
     _conversion.get().enter_context(_gradients_with_sizes(optimizer))
     return scheduled_numbers(optimizer)
+
+
+def _record_if_classes_matter(optimizer: Optimizer, request: Request) -> None:
+    """Record a step that may ask its parameters for a class of which Dynamo knows nothing, from here on.
+
+    Dynamo takes a parameter for a ``Parameter``, and so compiles another branch than Python takes. The steps
+    of torch.optim ask for no class.
+    """
+    if is_of_torch_optim(type(optimizer).step):
+        return
+    unknown = next((each for each in parameter_names(optimizer) if not is_class_traced(each[1])), None)
+    if unknown is None:
+        return
+    name, kind = unknown[0], type(unknown[1]).__qualname__
+    record_instead([optimizer], request, f"Dynamo takes a parameter of class {kind} for a Parameter")
+    refusal = UnsupportedOptimizerError(
+        f"a parameter of class {kind}, which Dynamo takes for a Parameter: a step that asks for the class "
+        f"would take another branch. The step of {type(optimizer).__name__} cannot be recorded",
+        where=name,
+        remedy=CALL_INIT,
+    )
+    raise_or_warn(optimizer, refusal, strict=request.strict)
 
 
 def _rows_to_trace(optimizer: Optimizer, rows: Sequence[tuple[Any, ...]]) -> TracedRows | None:
@@ -257,8 +286,12 @@ def _is_refused(optimizer: Optimizer, *, strict: bool) -> bool:
 def _before_conversion(request: Request, code: CodeType, variables: Mapping[str, Any]) -> None:
     """Leave recorded steps to Python; record steps, or refuse them, at the limit of compilations."""
     refuse_unknown_torch()
+    if is_recording() or is_switch(code):
+        raise RunEagerly(always=is_switch(code))
     # The optimizers that a function is about to step, if it is torch's wrapper around a step.
     for optimizer in optimizers_among(variables).values() if is_step_wrapper(code) else ():
+        if switch(optimizer):
+            raise RunEagerly  # Dynamo would look at the wrapper's variables as they were
         if not is_recorded(optimizer) and branches_on_values(optimizer):
             reason = "it branches on the value of lr, which is a tensor"
             record(optimizer, request, reason)
@@ -339,7 +372,8 @@ def record_instead(
 ) -> None:
     """Record optimizers from now on, and begin again, while a function that steps them is compiled.
 
-    Optimizers that cannot be recorded, or are in the middle of a step, are left alone.
+    If Python is in the middle of a step, the rest of that step is recorded, too. Optimizers that cannot be
+    recorded are left alone.
     """
     recordable = [
         o for o in optimizers if is_recordable(o) and not is_recorded(o) and not is_being_stepped(o)
@@ -348,6 +382,8 @@ def record_instead(
         record(optimizer, request, reason, level=level)
     if recordable:
         raise ConvertAgain
+    if (begin := beginning_here(request, reason, level=level)) is not None:
+        raise RunRecorded(begin)
 
 
 def _after_conversion(request: Request, compiler: Any, code: CodeType, variables: Mapping[str, Any]) -> None:
@@ -461,6 +497,8 @@ def _record_or_refuse(code: CodeType, graph_break: GraphBreak) -> None:
         if is_step_wrapper(code):
             raise RunEagerly
         return
+    if (begin := beginning_here(request, graph_break.reason)) is not None:
+        raise RunRecorded(begin)
     refusal = GraphBreakError(
         f"Dynamo cannot capture the step of {type(optimizer).__name__}, and would run a part "
         f"of it eagerly, without error terms: {graph_break.reason}",
@@ -523,6 +561,7 @@ def note_installed(optimizer: Optimizer, backend: Any) -> None:
     """Note that all steps of an optimizer are to be compensated from now on, if this backend compensates."""
     if (request := Request.of(backend, {})) is not None:
         _adopt(optimizer, strict=request.strict)
+        _let_recordings_begin(optimizer)
         _Requests.by_optimizer[optimizer] = _Requested(request)
         _warn_of_wide_parameters(optimizer, backend)
 
@@ -591,6 +630,13 @@ def _at_torch_compile(backend: Any, keywords: dict[str, Any], function: Any) -> 
             _warn_of_wide_parameters(optimizer, request.backend)
         _Requests.by_optimizer.setdefault(optimizer, _Requested(request))
         _adopt(optimizer, strict=request.strict)
+        _let_recordings_begin(optimizer)
+
+
+def _let_recordings_begin(optimizer: Optimizer) -> None:
+    """Allow recordings to begin in the middle of a step of an optimizer, or of an optimizer that it holds."""
+    for each in (optimizer, *held_optimizers(optimizer)):
+        switch(each)
 
 
 def _warn_of_wide_parameters(optimizer: Optimizer, backend: Any) -> None:

@@ -37,6 +37,7 @@ from collage_fx.state.optimizers import (
     KnownTensor,
     bytes_held,
     clone_of,
+    has_state,
     held_optimizers,
     held_per_parameter,
     known_tensors,

@@ -151,6 +151,8 @@ from collage_fx.torch_compat import (
 PREFIX = "collage_fx."
 #: Entry of a state dict for tensors that belong to no single parameter; in a pickle, for all records.
 SHARED = "collage_fx"
+#: Entry of a parameter in a state dict for state that is no dictionary, beside our entries.
+WHOLE = PREFIX + "state"
 PARAMETER_SLOT = "parameter"
 #: Name of the fingerprint, beside the names of a format's auxiliaries.
 FINGERPRINT = "fingerprint"
@@ -283,9 +285,14 @@ def _with_entries(optimizer: Optimizer, saved: StateDict) -> StateDict:
     for key, _, parameter in _keyed_parameters(optimizer, saved):
         if entries := {**_wider_entries(optimizer, parameter), **_entries(optimizer, parameter)}:
             # A new dictionary: the one in ``saved`` is the optimizer's own.
-            state[key] = {**(state.get(key) or {}), **entries}
+            state[key] = {**_as_dictionary(state.get(key)), **entries}
     shared = dict(_keyed_auxiliaries(_shared(optimizer)))
     return {**saved, "state": state, **({SHARED: shared} if shared else {})}
+
+
+def _as_dictionary(entry: Any) -> StateDict:
+    """Return the state of a parameter as a dictionary that has room for our entries."""
+    return entry if isinstance(entry, dict) else {} if entry is None else {WHOLE: entry}
 
 
 def _entries(optimizer: Optimizer, parameter: Tensor) -> StateDict:
@@ -300,7 +307,7 @@ def _wider_entries(optimizer: Optimizer, parameter: Tensor) -> StateDict:
     wider = {id(tensor): wider for _, tensor, wider in _still_wider(optimizer)}
     return {
         key: distributed_like(tensor, _as_loaded(tensor, wider[id(tensor)]))
-        for key, tensor in (optimizer.state.get(parameter) or {}).items()
+        for key, tensor in _as_dictionary(optimizer.state.get(parameter)).items()
         if id(tensor) in wider
     }
 
@@ -562,9 +569,12 @@ def _take_up(optimizer: Optimizer) -> bool:
     ]
     _refuse_mismatches(optimizer, plain, saved, kept)
     for parameter in of_ours:
-        for key in [key for key in optimizer.state[parameter] if str(key).startswith(PREFIX)]:
-            del optimizer.state[parameter][key]
-        if not optimizer.state[parameter]:
+        entries = optimizer.state[parameter]
+        for key in [key for key in entries if key != WHOLE and str(key).startswith(PREFIX)]:
+            del entries[key]
+        if WHOLE in entries:
+            optimizer.state[parameter] = entries[WHOLE]
+        elif not entries:
             del optimizer.state[parameter]
     _restore(optimizer, _Load(plain, saved, kept, {}))
     if lost:
@@ -595,10 +605,10 @@ def _note_left_out(optimizer: Optimizer) -> None:
     )
     loaded = {
         key: _counted_steps(entries) > steps
-        if "step" in entries
+        if isinstance(entries, dict) and "step" in entries
         else may_be_loaded and any(bool(tensor.any()) for _, tensor in _state_slots(entries))
         for key, entries in optimizer.state.items()
-        if isinstance(entries, dict)
+        if isinstance(key, Tensor) or isinstance(entries, dict)
     }
     if any(loaded.values()):
         _waiting[optimizer] = [
@@ -624,7 +634,9 @@ def _separated(state_dict: StateDict) -> tuple[StateDict, Saved]:
             continue
         ours = {name: value for name, value in entries.items() if str(name).startswith(PREFIX)}
         rest = {name: value for name, value in entries.items() if name not in ours}
-        if rest or not ours:
+        if WHOLE in ours:
+            plain[key] = ours.pop(WHOLE)
+        elif rest or not ours:
             plain[key] = rest
         saved |= _by_owner(key, {name.removeprefix(PREFIX): value for name, value in ours.items()})
     rest = {name: value for name, value in state_dict.items() if name != SHARED}
@@ -827,7 +839,8 @@ def _restore_wide(optimizer: Optimizer, load: _Load, taken_over: set[Any]) -> No
             is_saved = value is saved and (not value.dim() or key not in taken_over)
             new[id(tensor)] = value.clone() if is_saved else value
         if new:
-            replace_tensors(optimizer.state[parameter], new)
+            entries = optimizer.state[parameter]
+            replace_tensors(entries if isinstance(entries, dict) else optimizer.state, new)
     if rounded:
         _warn_of_checkpoint(
             type(optimizer),
@@ -848,8 +861,7 @@ def _taken_over(optimizer: Optimizer, plain: StateDict) -> set[Any]:
 
 def _of_elements(entries: Any) -> Iterator[tuple[str, Tensor]]:
     """Yield the tensors of one parameter's state that are not 0-d."""
-    held = _state_slots(entries if isinstance(entries, dict) else {})
-    return ((slot, each) for slot, each in held if each.dim())
+    return ((slot, each) for slot, each in _state_slots(entries) if each.dim())
 
 
 def _claims_in(kind: type[Optimizer]) -> Claims:
@@ -1083,7 +1095,7 @@ def _slots(optimizer: Optimizer, parameter: Tensor) -> Iterator[tuple[str, Tenso
     yield from _state_slots(optimizer.state.get(parameter))
 
 
-def _state_slots(state: Mapping[Any, Any] | None) -> Iterator[tuple[str, Tensor]]:
+def _state_slots(state: Any) -> Iterator[tuple[str, Tensor]]:
     """Yield the tensors of one parameter's state, none of them in the slot of the parameter."""
     return state_tensors(state, taken=[PARAMETER_SLOT])
 

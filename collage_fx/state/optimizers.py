@@ -84,10 +84,17 @@ def parameter_names(optimizer: Optimizer) -> Iterator[tuple[str, Tensor]]:
             yield (names[j] if j < len(names) else f"param_groups[{i}].params[{j}]"), parameter
 
 
-def state_tensors(state: Mapping[Any, Any] | None, taken: Iterable[str] = ()) -> Iterator[tuple[str, Tensor]]:
+def has_state(optimizer: Optimizer, key: Any) -> bool:
+    """Return whether an optimizer's state has an entry for a key: anything but None or an empty container."""
+    entry = optimizer.state.get(key)
+    return entry is not None and not (isinstance(entry, (Mapping, list, tuple)) and not entry)
+
+
+def state_tensors(state: Any, taken: Iterable[str] = ()) -> Iterator[tuple[str, Tensor]]:
     """Yield ``(slot, tensor)`` for one parameter's optimizer state, including containers and objects in it.
 
-    None is the state of a parameter that another process steps (``ZeroRedundancyOptimizer``). Parameters that
+    State that is no dictionary, such as a tensor or a list, is in the slot ``state``. None is the state of a
+    parameter that another process steps (``ZeroRedundancyOptimizer``). Parameters that
     are keys are numbered, as in a state dict. If two tensors would have one slot, as those of ``"a.b"``
     and of ``{"a": {"b": ...}}``, the later one gets a number: ``a.b#2``.
 
@@ -96,7 +103,8 @@ def state_tensors(state: Mapping[Any, Any] | None, taken: Iterable[str] = ()) ->
         taken: slots that are used for something else.
     """
     used = Counter(taken)
-    for slot, tensor in _tensors_inside(dict(state or {}), set()):
+    entries = dict(state) if isinstance(state, Mapping) else {"state": state}
+    for slot, tensor in _tensors_inside(entries, set()):
         used[slot] += 1
         yield slot if used[slot] == 1 else f"{slot}#{used[slot]}", tensor
 

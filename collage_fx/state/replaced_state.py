@@ -122,23 +122,27 @@ def _slots_of(optimizer: Optimizer) -> Iterator[_Slot]:
     for (container, i), (name, parameter) in zip(positions, parameter_names(optimizer), strict=True):
         yield _Slot(name, container, i, parameter)
         if parameter in optimizer.state:
-            yield _Slot("", optimizer.state, parameter, optimizer.state[parameter])
-        yield from _slots_within(name, optimizer.state.get(parameter))
-    for key, entries in optimizer.state.items():
+            is_dictionary = isinstance(optimizer.state[parameter], dict)
+            yield from _slots_at(name if is_dictionary else f"{name}.state", optimizer.state, parameter)
+    for key in optimizer.state:
         if not isinstance(key, Tensor):
-            yield from _slots_within(f"state.{key}", entries)
+            yield from _slots_at(f"state.{key}", optimizer.state, key)
+
+
+def _slots_at(name: str, container: Any, key: Any) -> Iterator[_Slot]:
+    """Yield the slot of a tensor, a list or a dictionary, and the slots within."""
+    value = container[key]
+    if isinstance(value, (Tensor, dict, list)):
+        yield _Slot(name if isinstance(value, Tensor) else "", container, key, value)
+        yield from _slots_within(name, value)
 
 
 def _slots_within(name: str, container: Any) -> Iterator[_Slot]:
     """Yield the slots of a list or dictionary, at any depth."""
     if not isinstance(container, (dict, list)):
         return
-    for key, value in container.items() if isinstance(container, dict) else enumerate(container):
-        if isinstance(value, Tensor):
-            yield _Slot(f"{name}.{key}", container, key, value)
-        elif isinstance(value, (dict, list)):
-            yield _Slot("", container, key, value)
-            yield from _slots_within(f"{name}.{key}", value)
+    for key in container if isinstance(container, dict) else range(len(container)):
+        yield from _slots_at(f"{name}.{key}", container, key)
 
 
 #: Optimizer -> snapshot from when a step was compiled or recorded, or a checkpoint loaded.

@@ -46,6 +46,7 @@ try:
         ConvertAgain,
         Refused,
         RunEagerly,
+        RunRecorded,
         TraceWhole,
         backend_being_traced_for,
         backend_within,
@@ -105,6 +106,7 @@ try:
         is_traced_without_wrapper,
         optimizer_being_stepped,
         original_class,
+        variables_on_the_stack,
         wrapped_steps_on_the_stack,
     )
     from collage_fx.torch_compat.own_steps import (
@@ -153,6 +155,7 @@ try:
         guard_by_identity,
         has_internal_overlap,
         has_storage,
+        is_class_traced,
         is_held_by_torch,
         is_wrapper,
         is_wrapper_class,

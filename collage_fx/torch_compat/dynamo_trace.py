@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import inspect
 import sys
+from collections.abc import Callable
 from types import FrameType, FunctionType, TracebackType
 from typing import Any
 
@@ -130,10 +131,27 @@ def _statement_being_traced(error: Exception) -> str:
 
 
 class RunEagerly(ShortenTraceback):
-    """Exception within a conversion: Python runs the function unchanged, without compiled code."""
+    """Exception within a conversion: Python runs the function unchanged, without compiled code.
 
-    def __init__(self) -> None:
+    Attributes:
+        always: whether the function is never to be converted, for anyone.
+    """
+
+    def __init__(self, *, always: bool = False) -> None:
         super().__init__(first_useful_frame=None)
+        self.always = always
+
+
+class RunRecorded(RunEagerly):
+    """Exception within a conversion: Python runs the function unchanged, and all functions that it calls.
+
+    Attributes:
+        begin: function to call before.
+    """
+
+    def __init__(self, begin: Callable[[], None]) -> None:
+        super().__init__()
+        self.begin = begin
 
 
 class ConvertAgain(ShortenTraceback):

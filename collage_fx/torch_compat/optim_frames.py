@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterator, Mapping
 from types import CodeType, FunctionType, MethodType
 from typing import Any
 
@@ -30,6 +30,9 @@ def is_step_of(optimizer: torch.optim.Optimizer, code: CodeType) -> bool:
     steps = (vars(cls)["step"] for cls in type(optimizer).__mro__ if "step" in vars(cls))
     return any(getattr(inspect.unwrap(step), "__code__", None) is code for step in steps)
 
+
+#: Attribute of an object around a step's closure: the closure.
+PASSED = "__collage_fx_passed__"
 
 #: Attribute of a class of ``collage_fx.optim``: the class that it is made of.
 ORIGINAL = "__collage_fx_original__"
@@ -135,6 +138,14 @@ def possible_steps_on_the_stack() -> Iterator[tuple[CodeType, Mapping[str, Any]]
         frame = frame.f_back  # type: ignore[assignment]
 
 
+def variables_on_the_stack(codes: Container[CodeType]) -> Mapping[str, Any] | None:
+    """Return the variables of Python's innermost frame that runs one of these codes; None if none does."""
+    frame: Any = sys._getframe()
+    while frame is not None and frame.f_code not in codes:
+        frame = frame.f_back
+    return None if frame is None else frame.f_locals
+
+
 def is_in_torchs_optimizer(code: CodeType) -> bool:
     """Return whether code is in the file of the base class of optimizers, like the step wrapper."""
     return code.co_filename == inspect.getfile(torch.optim.Optimizer)
@@ -155,6 +166,7 @@ def functions_passed(code: CodeType, variables: Mapping[str, Any]) -> list[Funct
 
 def _function_of(value: Any) -> Any:
     """Return the Python function that a call of ``value`` runs; None if there is none."""
+    value = getattr(value, PASSED, value)
     while isinstance(value, functools.partial):
         value = value.func
     if isinstance(value, MethodType):

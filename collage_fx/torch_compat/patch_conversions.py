@@ -23,7 +23,13 @@ from torch._dynamo.resume_execution import TORCH_DYNAMO_RESUME_IN_PREFIX
 from torch._dynamo.types import ConvertFrameReturn
 from torch.optim import Optimizer
 
-from collage_fx.torch_compat.dynamo_trace import ConvertAgain, RunEagerly, TraceWhole, backend_within
+from collage_fx.torch_compat.dynamo_trace import (
+    ConvertAgain,
+    RunEagerly,
+    RunRecorded,
+    TraceWhole,
+    backend_within,
+)
 from collage_fx.torch_compat.optim_frames import (
     is_in_torchs_optimizer,
     optimizer_being_stepped,
@@ -55,7 +61,7 @@ CONVERSIONS = Patch(
         "torch._dynamo.convert_frame:ConvertFrame has convert_frame_assert, _torchdynamo_orig_backend",
         "torch._dynamo.eval_frame:_optimize_assert has convert_frame_assert",
         "torch._dynamo.exc:BackendCompilerFailed has inner_exception",
-        "torch._dynamo.types:ConvertFrameReturn has apply_to_code, guarded_code",
+        "torch._dynamo.types:ConvertFrameReturn has apply_to_code, frame_exec_strategy, guarded_code",
         "torch._dynamo:config has accumulated_recompile_limit, capture_scalar_outputs, recompile_limit",
         "torch._dynamo:config has record_runtime_overhead",
     ),
@@ -167,8 +173,14 @@ def watch_conversions(watch: Watch) -> None:
             finally:
                 thinned.clear()
                 looked_for.clear()
-        except RunEagerly:
-            return ConvertFrameReturn(apply_to_code=False)
+        except RunRecorded as recorded:
+            recorded.begin()
+            left_alone = ConvertFrameReturn(apply_to_code=False)
+            actions = left_alone.frame_exec_strategy
+            actions.recursive_action = actions.cur_action
+            return left_alone
+        except RunEagerly as chosen:
+            return ConvertFrameReturn(apply_to_code=chosen.always)
         except (TraceWhole, ConvertAgain) as again:
             whole = isinstance(again, TraceWhole)
         else:

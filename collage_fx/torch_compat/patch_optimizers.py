@@ -185,7 +185,7 @@ def _return_counters(optimizer: torch.optim.Optimizer) -> None:
     (of a loaded optimizer, or after an eager step) to the device, and the step would differ from a first run.
     """
     for state in optimizer.state.values() if is_of_torch_optim(type(optimizer)) else ():
-        counter = state.get("step")
+        counter = state.get("step") if isinstance(state, dict) else None
         if isinstance(counter, torch.Tensor) and not any(g.get("fused") for g in optimizer.param_groups):
             state["step"] = counter.cpu()
 

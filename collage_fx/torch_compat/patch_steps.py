@@ -66,16 +66,21 @@ def before_eager_steps(hook: Callable[[Optimizer, Any, Any], None]) -> None:
 _hook: RemovableHandle | None = None
 
 
-def reroute_steps(cls: type[Optimizer], switch: Wrapper) -> None:
+def reroute_steps(cls: type[Optimizer], switch: Wrapper) -> bool:
     """Replace a class's own ``step`` by ``switch(step)``, inside torch's wrapper around the step.
 
     There it is reached by every call: by the bound method that ``torch.compile`` was given, and by a
     scheduler's or a trainer's wrapper. A second call changes nothing.
+
+    Returns:
+        whether the step has been replaced now.
     """
     wrapper = cast(Any, cls.step)
     cell: CellType = wrapper.__closure__[wrapper.__code__.co_freevars.index("func")]
     step = cell.cell_contents
-    if not hasattr(step, _MARK):
-        switched = switch(step)
-        setattr(switched, _MARK, step)
-        cell.cell_contents = switched
+    if hasattr(step, _MARK):
+        return False
+    switched = switch(step)
+    setattr(switched, _MARK, step)
+    cell.cell_contents = switched
+    return True

@@ -98,6 +98,11 @@ def is_wrapper(tensor: torch.Tensor) -> bool:
     return is_wrapper_class(type(tensor))
 
 
+def is_class_traced(parameter: torch.Tensor) -> bool:
+    """Return whether Dynamo knows the class of an optimizer's parameter, or a class that wraps tensors."""
+    return type(parameter) in (torch.Tensor, torch.nn.Parameter) or is_wrapper(parameter)
+
+
 def is_wrapper_class(kind: type) -> bool:
     """Return whether tensors of a class wrap inner tensors."""
     return hasattr(kind, "__tensor_flatten__")
