@@ -9,8 +9,15 @@ torch's public methods: ``state_dict`` adds the error terms to each parameter's 
 torch has made. (``Optimizer.load_state_dict`` casts every tensor in ``state`` to its parameter's dtype,
 pytorch#43706.) Hooks that the user has registered before see a state dict with our keys, and an optimizer
 with its error terms. A checkpoint written with error terms is an ordinary one to a process without
-collage_fx, and the other way round; one of packed state is not, see Note [Packed state in files]. An
-optimizer class that overrides the two methods is covered as far as it calls those of the base class.
+collage_fx, and the other way round; one of packed state is not, see Note [Packed state in files].
+
+A class with methods of its own for the two may walk the entries before or after it calls torch's, convert or
+rename them, or have another layout. So such an optimizer has methods of ours around its class's
+(:class:`OwnMethod`): ``load_state_dict`` of the class is given a state dict without our keys, and
+``state_dict`` of the class makes one without them. Ours are taken out before the class's method begins, and
+put beside what it has left when it has ended. A slot that the class has renamed is found by the fingerprint.
+A layout without ``state`` and ``param_groups`` gets one more entry, ``"collage_fx"``, with the error terms
+that are not in it yet: those of an optimizer within are.
 
 Keys: ``collage_fx.<slot>.<format>.<auxiliary>``, where the slot is ``parameter`` or the name of the state,
 as ``collage_fx.exp_avg_sq.exact.rest``. An attribute, an item or a nested key follows a dot, as
@@ -83,6 +90,7 @@ from __future__ import annotations
 
 import copyreg
 import functools
+import inspect
 import itertools
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -124,6 +132,7 @@ from collage_fx.state.optimizers import (
     shared_tensors,
     state_tensors,
 )
+from collage_fx.state.own_methods import without_own_methods, wrap_own_method
 from collage_fx.state.packed import decoded, is_packed
 from collage_fx.state.replaced_state import format_before, note_held
 from collage_fx.state.wide_state import (
@@ -202,6 +211,27 @@ _loading: WeakKeyDictionary[Optimizer, _Load] = WeakKeyDictionary()
 _left_out: WeakKeyDictionary[Optimizer, Saved] = WeakKeyDictionary()
 
 
+@dataclass(eq=False)
+class _OwnLoad:
+    """Load by a class's own method, which is given a state dict without our keys.
+
+    Attributes:
+        optimizer: the optimizer.
+        plain, saved, kept: as in :class:`_Load`; ``saved`` and ``kept`` become empty when torch's load, of this
+            optimizer or of one within that is given the same entries, takes them over.
+    """
+
+    optimizer: Optimizer
+    plain: StateDict
+    saved: Saved
+    kept: Kept
+
+
+#: Class's own methods that run, the innermost last.
+_own_loads: list[_OwnLoad] = []
+_own_saves: list[Optimizer] = []
+
+
 @dataclass(frozen=True, eq=False)
 class PickledRecord:
     """Record of a tensor's auxiliaries in the pickle of an optimizer.
@@ -276,6 +306,55 @@ def carry_along(
         restore: called with the copy and the value, once the copy has its state and error terms.
     """
     _carried_along[name] = value, restore
+
+
+def _after_save(optimizer: Optimizer, saved: StateDict) -> StateDict | None:
+    """Add the error terms to a state dict of torch's, unless the class's own method will change it."""
+    return None if any(each is optimizer for each in _own_saves) else _with_entries(optimizer, saved)
+
+
+def _save_by_own(optimizer: Optimizer, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Call a class's own ``state_dict``, and add the error terms to what it returns."""
+    _own_saves.append(optimizer)
+    try:
+        made = method(*args, **kwargs)
+    finally:
+        _own_saves.pop()
+    if not isinstance(made, dict):
+        return made
+    if _is_torchs_layout(made):
+        return _with_entries(optimizer, made)
+    _, saved = _separated(_with_entries(optimizer, _numbered(optimizer)))
+    _kept_among(saved)
+    present = {storage_of(each) for each in pytree.tree_leaves(made) if isinstance(each, Tensor)}
+    table = {
+        f"{owner[0]}.{owner[1]}.{format_name}.{auxiliary}": tensor
+        for owner, auxiliaries in saved.items()
+        if not all(
+            storage_of(each) in present
+            for (_, name), each in auxiliaries.items()
+            if each.dim() and name != FINGERPRINT
+        )
+        for (format_name, auxiliary), tensor in auxiliaries.items()
+    }
+    return {**made, SHARED: table} if table else made
+
+
+def _is_torchs_layout(state_dict: Mapping[str, Any]) -> bool:
+    """Return whether a state dict has state by parameter, and groups that list the parameters."""
+    return isinstance(state_dict.get("state"), Mapping) and "param_groups" in state_dict
+
+
+def _numbered(optimizer: Optimizer) -> StateDict:
+    """Return an optimizer's state with numbers in the place of parameters, as torch's state dict has them."""
+    numbers = {id(parameter): i for i, (_, parameter) in enumerate(parameter_names(optimizer))}
+    return {
+        "state": {numbers.get(id(key), key): value for key, value in optimizer.state.items()},
+        "param_groups": [
+            {**group, "params": [numbers[id(parameter)] for parameter in group["params"]]}
+            for group in optimizer.param_groups
+        ],
+    }
 
 
 def _with_entries(optimizer: Optimizer, saved: StateDict) -> StateDict:
@@ -361,6 +440,8 @@ def _taken_apart(optimizer: Optimizer) -> Any:
     if isinstance(reduced, str) or not (along or is_adopted(optimizer)):
         return reduced
     make, args, state, *rest = reduced
+    if isinstance(state, dict):
+        state = without_own_methods(state.items())
     return _made_anew, (make, args), (state, along), *rest
 
 
@@ -440,21 +521,87 @@ def _before_load(optimizer: Optimizer, given: StateDict) -> StateDict | None:
     """Separate our keys from a state dict, check them, and return the rest for torch to load."""
     if not isinstance(given.get("state"), Mapping):
         return None  # what a later hook of the user's understands: error terms in it are adopted once loaded
+    _loading[optimizer] = load = _read(optimizer, given)
+    return load.plain
+
+
+def _read(optimizer: Optimizer, given: Mapping[str, Any]) -> _Load:
+    """Separate a state dict from our keys, and refuse those that do not fit.
+
+    In a class's own load, which is given none of our keys, they are those of the dict that the class was given.
+    """
     plain, saved = _separated(given)
     saved |= _left_out.get(optimizer, {})
-    kept = _kept_among(saved)
-    _refuse_mismatches(optimizer, plain, saved, kept)
+    outer = _own_loads[-1] if _own_loads else None
+    if not saved and outer is not None and _keys_in(outer.plain) == _keys_in(plain):
+        saved, kept, outer.saved, outer.kept = outer.saved, outer.kept, {}, {}
+    else:
+        kept = _kept_among(saved)
+        _refuse_mismatches(optimizer, plain, saved, kept)
     live = {owner: tensor.dtype for owner, _, tensor in _held(optimizer, plain)}
-    _loading[optimizer] = _Load(plain, saved, kept, live)
-    return plain
+    return _Load(plain, saved, kept, live)
+
+
+def _keys_in(state_dict: StateDict) -> list[Any]:
+    """Return the keys of the parameters in a state dict."""
+    return [key for group in state_dict.get("param_groups", ()) for key in group["params"]]
 
 
 def _after_load(optimizer: Optimizer) -> None:
-    """Restore the error terms after torch has loaded the rest."""
+    """Restore the error terms after torch has loaded the rest, and the class's own method has ended."""
+    if any(each.optimizer is optimizer for each in _own_loads):
+        return
     _loads[optimizer] = times_loaded(optimizer) + 1
     if (loading := _loading.pop(optimizer, None)) is not None:
         _restore(optimizer, loading)
     adopt(optimizer)
+
+
+def _load_by_own(optimizer: Optimizer, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Call a class's own ``load_state_dict`` with a state dict without our keys, then restore error terms."""
+    bound = inspect.signature(method).bind(*args, **kwargs)
+    name, given = next(iter(bound.arguments.items()), ("", None))
+    if not isinstance(given, Mapping):
+        return method(*args, **kwargs)
+    if is_torchs := _is_torchs_layout(given):
+        plain, saved, kept, live = _read(optimizer, given)
+    else:
+        saved, kept, live = _of_table(given.get(SHARED, {})), {}, {}
+        plain = {key: value for key, value in given.items() if key != SHARED}
+    _loading.pop(optimizer, None)
+    _own_loads.append(own := _OwnLoad(optimizer, plain, saved, kept) if is_torchs else _OwnLoad(optimizer, {}, {}, {}))
+    bound.arguments[name] = plain
+    try:
+        result = method(*bound.args, **bound.kwargs)
+    finally:
+        _own_loads.pop()
+    if not is_torchs:
+        _loading.pop(optimizer, None)
+        _restore_table(optimizer, saved)
+    elif own.saved or own.kept:  # the class has not called torch's load
+        _loading[optimizer] = _Load(plain, own.saved, own.kept, live)
+    _after_load(optimizer)
+    return result
+
+
+def _of_table(table: Mapping[str, Tensor]) -> Saved:
+    """Return the error terms in the table of a state dict of another layout than torch's."""
+    saved: Saved = {}
+    for key, tensor in table.items():
+        number, _, rest = key.partition(".")
+        for owner, auxiliaries in _by_owner(int(number) if number.isdigit() else None, {rest: tensor}).items():
+            saved.setdefault(owner, {}).update(auxiliaries)
+    return saved
+
+
+def _restore_table(optimizer: Optimizer, saved: Saved) -> None:
+    """Put the error terms of a table beside the tensors that the class's own load has left."""
+    plain = _numbered(optimizer)
+    _refuse_mismatches(optimizer, plain, saved, {})
+    claims = _claims_in(type(optimizer))
+    for owner, name, tensor in _held(optimizer, plain):
+        if (auxiliaries := saved.get(owner)) and is_low_precision(tensor.dtype):
+            _put_beside(tensor, auxiliaries, name, claims, None)
 
 
 def _unflattening(unflatten: Callable[..., StateDict]) -> Callable[..., StateDict]:
@@ -544,8 +691,10 @@ def storages_of_adopted() -> set[int]:
 def _register(optimizer: Optimizer) -> None:
     """Register our hooks with an optimizer, and our function for copies of its class."""
     _adopted.add(optimizer)
+    wrap_own_method(optimizer, "state_dict", _save_by_own)
+    wrap_own_method(optimizer, "load_state_dict", _load_by_own)
     try:
-        optimizer.register_state_dict_post_hook(_with_entries, prepend=True)
+        optimizer.register_state_dict_post_hook(_after_save, prepend=True)
     except AttributeError:  # of a class that does not call Optimizer.__init__: torch saves and loads none
         return
     optimizer.register_load_state_dict_pre_hook(_before_load)
@@ -765,6 +914,7 @@ def _restore(optimizer: Optimizer, load: _Load) -> None:
     kind, in_use = type(optimizer), memory_of_records()
     claims, taken_over = _claims_in(kind), _taken_over(optimizer, plain)
     _restore_wide(optimizer, load, taken_over)
+    saved = saved | _of_renamed(optimizer, plain, saved)
     waiting: list[_Waiting] = []
     unused: list[str] = []
     for owner, name, tensor in _held(optimizer, plain):
@@ -795,6 +945,26 @@ def _restore(optimizer: Optimizer, load: _Load) -> None:
     if optimizer in _compiled:
         _fill_waiting(optimizer, _waiting.pop(optimizer))
     note_held(optimizer)
+
+
+def _of_renamed(optimizer: Optimizer, plain: StateDict, saved: Saved) -> Saved:
+    """Find the state to which a class's own load has given another name; return its error terms by that name."""
+    held = {owner: tensor for owner, _, tensor in _held(optimizer, plain)}
+    keys, found = {key for key, _ in held}, Saved()
+    lost = {owner: each for owner, each in saved.items() if owner not in held and owner[0] in keys and each}
+    for (key, slot), auxiliaries in lost.items():
+        for owner, tensor in held.items():
+            if owner[0] == key and owner not in saved and is_low_precision(tensor.dtype):
+                if owner not in found and _fitting_terms(tensor, auxiliaries, tensor.dtype) is not None:
+                    found[owner] = auxiliaries
+                    break
+        else:
+            _warn_of_checkpoint(
+                type(optimizer),
+                f"error terms of {slot!r} of parameter {key}, which {type(optimizer).__name__}.load_state_dict "
+                "has not loaded; they are left out",
+            )
+    return found
 
 
 def _kept_among(saved: Saved) -> Kept:
@@ -830,7 +1000,9 @@ def _restore_wide(optimizer: Optimizer, load: _Load, taken_over: set[Any]) -> No
                     dtype = saved.dtype
             if dtype is None and is_narrow(saved.dtype, parameter):
                 dtype = saved.dtype if load.live.get((key, slot)) is saved.dtype else None
-            if dtype is None or tensor.dtype is dtype or dtype is parameter.dtype:
+            if dtype is None or dtype is parameter.dtype:
+                continue
+            if tensor.dtype is dtype and not _is_rounding_of(saved, tensor, parameter.dtype):
                 continue
             value, is_whole = value_kept(saved, dtype, held)
             if not is_whole:
@@ -847,6 +1019,14 @@ def _restore_wide(optimizer: Optimizer, load: _Load, taken_over: set[Any]) -> No
             f"state that plain PyTorch has rounded to the parameter's dtype: {some(rounded)}. To keep its "
             "bits, call load_state_dict below the line that gives the step to torch.compile or install",
         )
+
+
+def _is_rounding_of(saved: Tensor, loaded: Tensor, dtype: torch.dtype) -> bool:
+    """Return whether a tensor is a saved one that torch's load has cast, and the class's own has cast back."""
+    value = local_tensor(saved).to(loaded.device)
+    if saved.dtype is not loaded.dtype or torch.equal(value, here := local_tensor(loaded)):
+        return False
+    return torch.equal(value.to(dtype).to(loaded.dtype), here)
 
 
 def _taken_over(optimizer: Optimizer, plain: StateDict) -> set[Any]:

@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 from collage_fx.graph import Role
 from collage_fx.numerics import STORAGE_FORMATS
 from collage_fx.state.error_terms import packed_format, record_of, reset_error_terms
+from collage_fx.state.own_methods import without_own_methods
 from collage_fx.state.packed import is_packed, unpack
 from collage_fx.torch_compat import pytree
 
@@ -240,7 +241,7 @@ def clone_of(optimizer: Optimizer, replaced: Mapping[int, Any] | None = None) ->
     """
     memo = dict(replaced or {})
     clone = object.__new__(type(optimizer))
-    for name, value in vars(optimizer).items():
+    for name, value in without_own_methods(vars(optimizer).items()).items():
         if name.startswith("_optimizer_") and isinstance(value, dict):
             vars(clone)[name] = OrderedDict()
         elif name != "step":
