@@ -35,7 +35,14 @@ from collage_fx.state import (
     state_tensors,
     stop_packing,
 )
-from collage_fx.torch_compat import fused_operator, is_step_wrapper, reroute_steps, run_unfused, storage_of
+from collage_fx.torch_compat import (
+    fused_operator,
+    is_step_wrapper,
+    reroute_step,
+    run_unfused,
+    storage_of,
+    true_step,
+)
 
 log = logging.getLogger("collage_fx")
 
@@ -109,7 +116,7 @@ def branches_on_values(optimizer: Optimizer) -> bool:
 
 def is_recordable(optimizer: Optimizer) -> bool:
     """Return whether torch has wrapped ``step``, as ``Optimizer.__init__`` does."""
-    code = getattr(type(optimizer).step, "__code__", None)
+    code = getattr(true_step(optimizer), "__code__", None)
     return code is not None and is_step_wrapper(code)
 
 
@@ -137,7 +144,7 @@ def record(
         recording = _Recording(optimizer, request, reason, for_one_step=for_one_step)
     if for_one_step:
         _for_one_step[optimizer] = recording
-    reroute_steps(type(optimizer), _switched)
+    reroute_step(true_step(optimizer), _switched)
     vars(optimizer)[RECORDING] = recording
 
 
