@@ -12,10 +12,11 @@ too.
 
 from __future__ import annotations
 
+import dis
 import functools
 import inspect
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from types import MethodType
 from typing import Any, Protocol, TypeVar, cast, get_args
 
@@ -25,14 +26,21 @@ from typing_extensions import Unpack
 
 from collage_fx.backend import CollageBackend
 from collage_fx.capture import (
-    calls_closure_first,
+    first_call,
     forget_compiled_step,
     note_installed,
     refuse_devices,
+    refuse_uninitialized,
     refuse_unknown_torch,
 )
 from collage_fx.choices import Strategy
-from collage_fx.errors import InvalidOptionError, UnsupportedOptimizerError
+from collage_fx.errors import (
+    EagerStepError,
+    GradientReleaseError,
+    InvalidOptionError,
+    UnsupportedOptimizerError,
+    raise_or_warn,
+)
 from collage_fx.graph import Role
 from collage_fx.numerics import is_low_precision
 from collage_fx.options import GivenOptions, Options, refuse_unknown
@@ -45,7 +53,14 @@ from collage_fx.state import (
     parameter_names,
     reset_error_terms,
 )
-from collage_fx.torch_compat import has_foreign_step, own_step, remove_own_step, set_own_step
+from collage_fx.torch_compat import (
+    note_true_step,
+    own_step,
+    remove_own_step,
+    set_own_step,
+    true_step,
+    version_of,
+)
 
 log = logging.getLogger("collage_fx")
 
@@ -118,7 +133,8 @@ def install(
     refuse_unknown_torch()
     stepped = list(inner_optimizers(optimizer))
     for each in stepped:
-        _refuse_foreign_step(each)
+        refuse_uninitialized(each)
+        note_true_step(each)
         _refuse_without_step(each)
         refuse_devices(each)
     for each in stepped:
@@ -187,22 +203,89 @@ class CompiledStep:
     def __init__(self, optimizer: Optimizer, backend: CollageBackend) -> None:
         self.backend = backend
         self.release: Release | None = None
+        step = true_step(optimizer)
         #: Compiled step of the parameters that have a gradient.
-        self.run = torch.compile(MethodType(type(optimizer).step, optimizer), backend=backend)
-        self._calls_closure_first = calls_closure_first(type(optimizer))
+        self.run = torch.compile(MethodType(step, optimizer), backend=backend)
+        self._signature = inspect.signature(MethodType(step, optimizer))
+        self._defaults = {each.name: each.default for each in self._signature.parameters.values()}
+        self._first_call = first_call(optimizer)
+        self._optimizer = optimizer
+        self._calls = 0
 
-    def __call__(self, closure: Callable[[], Any] | None = None, *args: Any, **kwargs: Any) -> Any:
-        """Take a step; return the closure's result, or without a closure the result of ``step``."""
-        if closure is None:
-            return self._step_of_the_rest(*args, **kwargs)
-        if not self._calls_closure_first:
-            return self.run(closure, *args, **kwargs)
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Take a step; return what the optimizer's own step returns."""
+        self._calls += 1
+        given = self._bound(args, kwargs)
+        first = self._first_call
+        if self.release is not None:
+            self._refuse_with_release({} if given is None else given.arguments)
+        if first is None or given is None or not first.holds({**self._defaults, **given.arguments}):
+            return self._step_of_the_rest(args, kwargs)
         with torch.enable_grad():
-            loss = closure()
-        self._step_of_the_rest(*args, **kwargs)
-        return loss
+            loss = given.arguments[first.name]()
+        given.arguments[first.name] = None if first.is_only_returned else lambda: loss
+        returned = self._step_of_the_rest(given.args, given.kwargs)
+        return loss if first.is_only_returned else returned
 
-    def _step_of_the_rest(self, *args: Any, **kwargs: Any) -> Any:
+    def watch_replacement(self, step: Callable[[], Any], *, may_call_this: bool) -> tuple[Any, bool]:
+        """Take a step that was set in place of this one; return its result, and whether it called this one.
+
+        Raises:
+            EagerStepError: it cannot call this one, or it has updated parameters without, and this backend is
+                strict; else this is a warning.
+        """
+        parameters = [p for _, p in parameter_names(self._optimizer)]
+        calls, versions = self._calls, list(map(version_of, parameters))
+        if not may_call_this:
+            self._refuse_replacement(step)
+        returned = step()
+        has_called_this = self._calls > calls
+        if may_call_this and not has_called_this and versions != list(map(version_of, parameters)):
+            self._refuse_replacement(step)
+        return returned, has_called_this
+
+    def _refuse_replacement(self, step: Any) -> None:
+        """Raise, or warn, about a step that was set in place of this one."""
+        while (inner := getattr(step, "func", None) or getattr(step, "__func__", None)) is not None:
+            step = inner
+        code = getattr(step, "__code__", None)
+        defined = f" ({code.co_filename}:{code.co_firstlineno})" if code else ""
+        label = type(self._optimizer).__name__
+        refusal = EagerStepError(
+            f"the step of this {label} has been replaced after install(), by "
+            f"{getattr(step, '__qualname__', step)}, which does not call the compiled step: parameters are "
+            "updated eagerly, without error terms",
+            where=f"{label}.step{defined}",
+            remedy="call collage_fx.install(optimizer) again, below the line that sets optimizer.step: then "
+            "that step is compiled",
+        )
+        raise_or_warn(self._optimizer, refusal, strict=self.backend.options.strict)
+
+    def _bound(self, args: Any, kwargs: Any) -> inspect.BoundArguments | None:
+        """Return the arguments by the step's parameters; None if they do not fit, which Python then tells."""
+        try:
+            return self._signature.bind(*args, **kwargs)
+        except TypeError:
+            return None
+
+    def _refuse_with_release(self, given: Mapping[str, Any]) -> None:
+        """Raise if an argument of this step comes after parameters have been stepped without it."""
+        first = self._first_call
+        late = [
+            name
+            for name, value in given.items()
+            if value is not None and not (first and first.is_only_returned and name == first.name)
+        ]
+        if late:
+            raise GradientReleaseError(
+                f"step() was given {late[0]!r}, after the backward pass, in which parameters are stepped "
+                "without it",
+                where=f"{type(self._optimizer).__name__}.step",
+                remedy="call remove() of the handle that step_in_backward or offload returned, before the "
+                "backward pass: then all parameters are stepped here",
+            )
+
+    def _step_of_the_rest(self, args: Any, kwargs: Any) -> Any:
         """Step the parameters that have not been stepped in the backward pass."""
         if self.release is None:
             return self.run(*args, **kwargs)
@@ -231,22 +314,13 @@ def inner_optimizers(optimizer: Any) -> Iterator[Optimizer]:
         )
 
 
-def _refuse_foreign_step(optimizer: Optimizer) -> None:
-    """Raise if somebody else has given the optimizer a step of its own."""
-    if has_foreign_step(optimizer):
-        raise UnsupportedOptimizerError(
-            f"this {type(optimizer).__name__} has a step of its own already, which would no longer be called",
-            where="optimizer.step",
-            remedy="install the optimizer first, so that the other step is put around the compiled one",
-        )
-
-
 def _refuse_without_step(optimizer: Optimizer) -> None:
-    """Raise if the optimizer's class has no ``step``."""
-    if inspect.unwrap(type(optimizer).step) is inspect.unwrap(Optimizer.step):
+    """Raise if the optimizer's step can only raise."""
+    code = getattr(inspect.unwrap(true_step(optimizer)), "__code__", None)
+    if code is not None and not any(each.opname.startswith("RETURN") for each in dis.get_instructions(code)):
         raise UnsupportedOptimizerError(
-            f"{type(optimizer).__name__} has no step: it updates parameters elsewhere, as by hooks in the "
-            "backward pass, where nothing can be compensated",
+            f"{type(optimizer).__name__} has no step, or one that only raises: it updates parameters "
+            "elsewhere, as by hooks in the backward pass, where nothing can be compensated",
             where=f"{type(optimizer).__name__}.step",
             remedy="train with an optimizer that updates parameters in its step",
         )

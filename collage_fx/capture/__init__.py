@@ -1,6 +1,6 @@
 """Capture of a step: an accepted graph with named inputs, split into families of equal updates."""
 
-from collage_fx.capture.closures import calls_closure_first
+from collage_fx.capture.closures import first_call
 from collage_fx.capture.families import Families, families_of
 from collage_fx.capture.foreach import with_lists_apart
 from collage_fx.capture.inputs import describe_input, describe_inputs
@@ -13,6 +13,7 @@ from collage_fx.capture.refusals import (
     refuse_devices,
     refuse_fused_operators,
     refuse_overlaps,
+    refuse_uninitialized,
     refuse_unknown_torch,
     refuse_unsupported,
 )

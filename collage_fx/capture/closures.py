@@ -1,97 +1,323 @@
-"""Check, by reading a step's source, that it calls its closure once and before anything else.
+"""Find out, by reading a step's source, whether the step calls its closure once and before anything else.
 
 A trainer's closure runs forward and backward. Most steps call the closure first and update parameters
-afterwards: for them, the closure can be called before the compiled step. Sharpness-aware, extragradient and
-line-search steps move parameters between two calls, and have to be given the closure itself. A step that
-cannot be judged is treated like those: a step that is given its closure is right in any case, and is recorded
-where Dynamo cannot capture the closure.
+afterwards: for them, the closure can be called before the compiled step, which is then given the result.
+Sharpness-aware, extragradient and line-search steps move parameters between two calls, and have to be given
+the closure itself. A step that cannot be judged is treated like those: a step that is given its closure is
+right in any case, and is recorded where Dynamo cannot capture the closure.
 """
 
 from __future__ import annotations
 
 import ast
+import dis
 import inspect
 import textwrap
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from types import CodeType, FunctionType
+from typing import Any, NamedTuple
 
+import torch
 from torch.optim import Optimizer
 
-from collage_fx.torch_compat import is_of_torch_optim
+from collage_fx.state import held_optimizers
+from collage_fx.torch_compat import is_of_torch_optim, true_step
+
+#: Functions that may be called before the closure, since no closure could tell.
+HARMLESS = frozenset({"callable", "isinstance", "len", "float", "int", "bool", "dict", "list", "set"})
+
+#: Kinds of syntax that compute a value of which no closure could tell when it was computed.
+PLAIN = (
+    *(ast.Constant, ast.Name, ast.expr_context, ast.Attribute, ast.Subscript, ast.Tuple, ast.List, ast.Dict),
+    *(ast.Compare, ast.cmpop, ast.UnaryOp, ast.unaryop, ast.BoolOp, ast.boolop, ast.IfExp),
+)
 
 
-def calls_closure_first(kind: type[Optimizer]) -> bool:
-    """Return whether the steps of an optimizer class call their closure once and first, or never."""
-    steps = [vars(each)["step"] for each in kind.__mro__ if "step" in vars(each) and each is not Optimizer]
-    return all(map(_calls_first, steps))
+class FirstCall(NamedTuple):
+    """Call of a closure that a step makes once, before anything else.
+
+    Attributes:
+        name: the step's parameter for the closure.
+        is_only_returned: whether the step does nothing with the result but return it, so that it does the
+            same without a closure.
+        condition: condition under which the step calls its closure, as code; None if it always does.
+        names: global variables that the condition may use.
+    """
+
+    name: str
+    is_only_returned: bool
+    condition: CodeType | None = None
+    names: Mapping[str, Any] = {}
+
+    def holds(self, arguments: Mapping[str, Any]) -> bool:
+        """Return whether the step calls its closure, given all of its arguments by name."""
+        given = arguments.get(self.name) is not None
+        return given and (self.condition is None or bool(eval(self.condition, {**self.names}, {**arguments})))
 
 
-def _calls_first(step: Callable[..., Any]) -> bool:
-    """Return whether one ``step`` function calls its closure first, or takes none."""
-    closure = inspect.signature(step).parameters.get("closure")
-    if closure is None:
-        return True
-    if closure.default is inspect.Parameter.empty:
-        return False
+class _Call(NamedTuple):
+    """First call of a step's closure: by the step, by the step of its base class, or of other optimizers."""
+
+    first: FirstCall
+    by_base: bool = False
+    by_others: bool = False
+
+
+def first_call(optimizer: Optimizer) -> FirstCall | None:
+    """Return the call that an optimizer's step makes of its closure; None if the step needs the closure."""
+    step = true_step(optimizer)
+    steps = [vars(each)["step"] for each in type(optimizer).__mro__ if "step" in vars(each)]
+    return _first_of(optimizer, steps if step is type(optimizer).step else [step])
+
+
+def _first_of(optimizer: Optimizer, steps: Sequence[Callable[..., Any]]) -> FirstCall | None:
+    """Return the call that the first of the steps makes, which may pass its closure on to the next."""
+    call = _read(steps[0]) if steps else None
+    if call is None:
+        return None
+    passed: list[FirstCall | None] = []
+    if call.by_base:
+        passed.append(_first_of(optimizer, steps[1:]))
+    if call.by_others:
+        passed += [first_call(each) for each in held_optimizers(optimizer)] or [None]
+    if None in passed:
+        return None
+    return call.first._replace(
+        is_only_returned=all(each.is_only_returned for each in [call.first, *passed] if each)
+    )
+
+
+def _read(step: Callable[..., Any]) -> _Call | None:
+    """Read the source of one ``step`` function."""
     if is_of_torch_optim(step):
-        return True
+        closure = inspect.signature(step).parameters.get("closure")
+        is_optional = closure is not None and closure.default is None
+        return _Call(FirstCall("closure", is_only_returned=True)) if is_optional else None
     try:
-        (function,) = ast.parse(textwrap.dedent(inspect.getsource(inspect.unwrap(step)))).body
+        undecorated = _undecorated(step)
+        (function,) = ast.parse(textwrap.dedent(inspect.getsource(undecorated))).body
     except (OSError, TypeError, SyntaxError, ValueError):
-        return False
+        return None
     if not isinstance(function, ast.FunctionDef):
-        return False
-    uses = [i for i, each in enumerate(function.body) for use in _uses(each) if use]
-    return len(uses) == sum(len(list(_uses(each))) for each in function.body) and (
-        not uses or (len(uses) == 1 and not any(map(_acts, function.body[: uses[0]])))
-    )
+        return None
+    return _Reader(function, undecorated.__globals__).call()
 
 
-def _uses(statement: ast.stmt) -> Iterator[bool]:
-    """Yield for each use of the closure, except in conditions, whether the use is a call that comes first."""
-    parents = {child: each for each in ast.walk(statement) for child in ast.iter_child_nodes(each)}
-    for name in ast.walk(statement):
-        if not (isinstance(name, ast.Name) and name.id == "closure"):
-            continue
-        above, use = [parents[name]], parents[name]
-        while above[-1] in parents:
-            above.append(parents[above[-1]])
-        below = [name, *above]
-        tests = (each.test for each in above if isinstance(each, (ast.If, ast.IfExp, ast.Assert)))
-        is_called = isinstance(use, ast.Call) and use.func is name
-        if not is_called and any(test in below for test in tests):
-            continue
-        is_call = is_called or (isinstance(use, ast.Call) and _is_step(use.func))
-        is_repeated = any(
-            isinstance(each, (ast.For, ast.While, ast.FunctionDef, ast.Lambda)) for each in above
+def _undecorated(step: Any) -> FunctionType:
+    """Return the function inside torch's decorators; raise if there are others, which may call the closure."""
+    while (inner := getattr(step, "__wrapped__", None)) is not None:
+        code = getattr(step, "__code__", None)
+        if code is None or Path(torch.__file__).parent not in Path(code.co_filename).parents:
+            raise TypeError(f"a decorator of unknown effect: {step}")
+        step = inner
+    if not isinstance(step, FunctionType):
+        raise TypeError(f"not a function of Python: {step}")
+    return step
+
+
+class _Reader:
+    """Reader of a ``step`` function."""
+
+    def __init__(self, function: ast.FunctionDef, names: Mapping[str, Any]) -> None:
+        self._function = function
+        self._globals = names
+        arguments = function.args
+        parameters = [*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs][1:]
+        self._parameters = {each.arg for each in parameters}
+        self._parents = {child: each for each in ast.walk(function) for child in ast.iter_child_nodes(each)}
+        self._names = [each for each in ast.walk(function) if isinstance(each, ast.Name)]
+
+    def call(self) -> _Call | None:
+        """Return the step's call of its closure if there is one, and it comes first."""
+        calls = [
+            (each, use)
+            for each in self._names
+            if each.id in self._parameters and (use := self._call_of(each)) is not None
+        ]
+        if len(calls) != 1:
+            return None
+        ((name, call),) = calls
+        used = [each for each in self._names if each.id == name.id and each is not name]
+        asked = [each for each in self._around(call) if isinstance(each, (ast.If, ast.IfExp))]
+        if len(asked) > 1 or not self._comes_first(call):
+            return None
+        if not all(self._is_asked_for(each, [each.test for each in asked]) for each in used):
+            return None
+        condition = self._condition(asked[0], call) if asked else None
+        is_only_returned = self._is_only_returned(call, asked[0] if asked else None, used)
+        first = FirstCall(name.id, is_only_returned, condition, self._globals)
+        is_passed = call.func is not name
+        by_base = is_passed and isinstance(call.func, ast.Attribute) and _is_super(call.func.value)
+        return _Call(first, by_base, is_passed and not by_base)
+
+    def _call_of(self, name: ast.Name) -> ast.Call | None:
+        """Return the call of a parameter, or of the step of another object that is given the parameter."""
+        use = self._parents[name]
+        if isinstance(use, ast.keyword):
+            use = self._parents[use]
+        if not isinstance(use, ast.Call):
+            return None
+        if use.func is name:
+            return use if not (use.args or use.keywords) else None
+        is_step = isinstance(use.func, ast.Attribute) and use.func.attr == "step"
+        return use if is_step and len(use.args) + len(use.keywords) == 1 else None
+
+    def _is_asked_for(self, name: ast.Name, conditions: Sequence[ast.expr]) -> bool:
+        """Return whether a use of the closure is in a condition of its call, or asks whether there is one."""
+        use = self._parents[name]
+        if any(name in ast.walk(each) for each in conditions):
+            return True
+        if isinstance(use, ast.Compare) and isinstance(use.ops[0], (ast.Is, ast.IsNot)):
+            return True
+        is_condition = isinstance(use, (ast.If, ast.IfExp, ast.Assert)) and use.test is name
+        return is_condition or isinstance(use, ast.UnaryOp) or (isinstance(use, ast.Call) and self._asks(use))
+
+    def _asks(self, call: ast.Call) -> bool:
+        """Return whether a call can only ask about its arguments: of ``callable``, or of a helper like it."""
+        name = call.func.id if isinstance(call.func, ast.Name) else ""
+        helper = self._globals.get(name)
+        if not isinstance(helper, FunctionType):
+            return name in HARMLESS and name not in self._globals
+        return not any("CALL" in each.opname for each in dis.get_instructions(helper))
+
+    def _is_condition(self, test: ast.expr) -> bool:
+        """Return whether a condition can be evaluated before the step, from the step's arguments."""
+        calls = [each for each in ast.walk(test) if isinstance(each, ast.Call)]
+        helpers = [each.func for each in calls if self._asks(each)]
+        names = {each.id for each in ast.walk(test) if isinstance(each, ast.Name) and each not in helpers}
+        return (
+            len(helpers) == len(calls)
+            and names <= self._parameters
+            and all(isinstance(each, (*PLAIN, ast.Call)) for each in ast.walk(test))
         )
-        blocks = [each for each in above if isinstance(each, (ast.If, ast.With))]
-        acts_before = any(
-            _acts(other)
-            for block in blocks
-            for other in block.body
-            if other not in below and other.lineno < name.lineno
-        )
-        yield is_call and not is_repeated and not acts_before
 
+    def _condition(self, asked: ast.If | ast.IfExp, call: ast.Call) -> CodeType:
+        """Return the condition under which a call is made, as code."""
+        is_negated = call not in _walk(asked.body)
+        test = ast.UnaryOp(ast.Not(), asked.test) if is_negated else asked.test
+        return compile(ast.fix_missing_locations(ast.Expression(test)), "closure", "eval")
 
-def _is_step(function: ast.expr) -> bool:
-    """Return whether a function is the step of a base class or another optimizer, which gets the closure."""
-    return isinstance(function, ast.Attribute) and function.attr == "step"
+    def _around(self, node: ast.AST) -> Iterator[ast.AST]:
+        """Yield the syntax around a node, innermost first."""
+        while node is not self._function:
+            node = self._parents[node]
+            yield node
 
-
-def _acts(statement: ast.stmt) -> bool:
-    """Return whether a statement may do more than check that a step is possible."""
-    if isinstance(statement, (ast.For, ast.While, ast.With)):
+    def _comes_first(self, call: ast.Call) -> bool:
+        """Return whether a call is made once or, by a condition, never, and nothing else happens before."""
+        below: ast.AST = call
+        for each in self._around(call):
+            if isinstance(each, (ast.If, ast.IfExp)):
+                if below is each.test or not self._is_condition(each.test):
+                    return False
+            elif isinstance(each, ast.With):
+                if not all(map(_enables_gradients, each.items)):
+                    return False
+            elif isinstance(each, ast.Call):
+                if not _is_plain(each.func):
+                    return False
+            elif not isinstance(
+                each,
+                (ast.Expr, ast.Assign, ast.AnnAssign, ast.NamedExpr, ast.Return, ast.keyword)
+                + (ast.FunctionDef,) * (each is self._function),
+            ):
+                return False
+            for block in (getattr(each, name, None) for name in ("body", "orelse")):
+                if isinstance(block, list) and below in block:
+                    if not all(map(_is_harmless, block[: block.index(below)])):
+                        return False
+            below = each
         return True
-    calls = (each for each in ast.walk(statement) if isinstance(each, ast.Call))
-    functions = [each.func for each in calls if not _is_raised(each, statement)]
-    return any(
-        isinstance(each, ast.Attribute) and not each.attr.startswith("_cuda_graph") for each in functions
+
+    def _is_only_returned(
+        self, call: ast.Call, asked: ast.If | ast.IfExp | None, used: Sequence[ast.Name]
+    ) -> bool:
+        """Return whether the step does the same without a closure, but for the result that it returns."""
+        around = list(self._around(call))
+        statement = next(each for each in around if isinstance(each, ast.stmt))
+        if asked is not None and not all(each in ast.walk(asked.test) for each in used):
+            return False  # something else depends on whether there is a closure
+        if asked is None and call.func in self._names:
+            return False  # a step that takes no None
+        returned = [each.value for each in ast.walk(self._function) if isinstance(each, ast.Return)]
+        if isinstance(statement, ast.Return):
+            return statement.value in (call, asked) and len(returned) == 1
+        target = _assigned(statement)
+        if target is None or getattr(statement, "value", None) not in (call, asked):
+            return False
+        if isinstance(asked, ast.IfExp) and not all(
+            isinstance(each, ast.Constant) for each in (asked.body, asked.orelse) if each is not call
+        ):
+            return False
+        if isinstance(asked, ast.If):
+            withs = [each for each in around[: around.index(asked)] if isinstance(each, ast.With)]
+            (block, other) = (asked.body, asked.orelse)[:: 1 if statement in _walk(asked.body) else -1]
+            if any(len(each.body) > 1 for each in withs) or len(block) > 1:
+                return False
+            if not all(_assigned(each) == target and _is_constant(each) for each in other):
+                return False
+        loads = [each for each in self._names if each.id == target and isinstance(each.ctx, ast.Load)]
+        return bool(returned) and {*map(id, returned)} == {*map(id, loads)}
+
+
+def _walk(nodes: ast.AST | Sequence[ast.AST]) -> list[ast.AST]:
+    """Return all syntax in an expression, or in a block."""
+    return [
+        inner for each in (nodes if isinstance(nodes, Sequence) else [nodes]) for inner in ast.walk(each)
+    ]
+
+
+def _assigned(statement: ast.stmt) -> str | None:
+    """Return the variable that a statement gives a value, alone."""
+    targets = getattr(statement, "targets", [getattr(statement, "target", None)])
+    (target,) = targets if len(targets) == 1 else (None,)
+    is_assignment = isinstance(statement, (ast.Assign, ast.AnnAssign))
+    return target.id if is_assignment and isinstance(target, ast.Name) else None
+
+
+def _is_constant(statement: ast.stmt) -> bool:
+    return isinstance(getattr(statement, "value", None), ast.Constant)
+
+
+def _is_super(value: ast.expr) -> bool:
+    return isinstance(value, ast.Call) and isinstance(value.func, ast.Name) and value.func.id == "super"
+
+
+def _enables_gradients(item: ast.withitem) -> bool:
+    """Return whether a context manager only enables gradients."""
+    call = item.context_expr
+    name = getattr(call.func, "attr", getattr(call.func, "id", "")) if isinstance(call, ast.Call) else ""
+    return name in ("enable_grad", "set_grad_enabled")
+
+
+def _is_harmless(statement: ast.stmt) -> bool:
+    """Return whether a statement does no more than name values, or check that a step is possible."""
+    if isinstance(statement, (ast.Pass, ast.Import, ast.ImportFrom)):
+        return True
+    if isinstance(statement, ast.Raise):
+        return True
+    if isinstance(statement, ast.Assert):
+        return _is_plain(statement.test)
+    if isinstance(statement, ast.If):
+        return _is_plain(statement.test) and all(map(_is_harmless, [*statement.body, *statement.orelse]))
+    if isinstance(statement, (ast.Assign, ast.AnnAssign)):
+        targets = statement.targets if isinstance(statement, ast.Assign) else [statement.target]
+        return all(isinstance(each, ast.Name) for each in targets) and _is_plain(statement.value)
+    if not isinstance(statement, ast.Expr):
+        return False
+    is_check = isinstance(statement.value, ast.Call) and isinstance(statement.value.func, ast.Attribute)
+    return _is_plain(statement.value) or (
+        is_check and statement.value.func.attr.startswith("_cuda_graph")  # type: ignore[attr-defined]
     )
 
 
-def _is_raised(call: ast.Call, statement: ast.stmt) -> bool:
-    """Return whether a call makes an exception that the statement raises."""
-    raised = (each.exc for each in ast.walk(statement) if isinstance(each, ast.Raise) and each.exc)
-    return any(call in ast.walk(each) for each in raised)
+def _is_plain(value: ast.expr | None) -> bool:
+    """Return whether a value is the same before and after the closure is called, as far as can be told."""
+    for each in ast.walk(value) if value is not None else ():
+        if isinstance(each, ast.Call):
+            if not (isinstance(each.func, ast.Name) and each.func.id in HARMLESS):
+                return False
+        elif not isinstance(each, PLAIN) or getattr(each, "attr", "") in ("grad", "data"):
+            return False
+    return True

@@ -40,9 +40,10 @@ from collage_fx.state import (
 from collage_fx.torch_compat import (
     fused_operator,
     is_step_wrapper,
-    reroute_steps,
+    reroute_step,
     run_unfused,
     storage_of,
+    true_step,
     variables_on_the_stack,
 )
 
@@ -118,7 +119,7 @@ def branches_on_values(optimizer: Optimizer) -> bool:
 
 def is_recordable(optimizer: Optimizer) -> bool:
     """Return whether torch has wrapped ``step``, as ``Optimizer.__init__`` does."""
-    code = getattr(type(optimizer).step, "__code__", None)
+    code = getattr(true_step(optimizer), "__code__", None)
     return code is not None and is_step_wrapper(code)
 
 
@@ -146,7 +147,7 @@ def record(
         recording = _Recording(optimizer, request, reason, for_one_step=for_one_step)
     if for_one_step:
         _for_one_step[optimizer] = recording
-    reroute_steps(type(optimizer), _switched)
+    reroute_step(true_step(optimizer), _switched)
     vars(optimizer)[RECORDING] = recording
 
 
@@ -200,7 +201,7 @@ def is_switch(code: CodeType) -> bool:
 
 def switch(optimizer: Optimizer) -> bool:
     """Allow recordings to begin in the middle of an optimizer's steps; return whether its class has changed."""
-    return is_recordable(optimizer) and reroute_steps(type(optimizer), _switched)
+    return is_recordable(optimizer) and reroute_step(true_step(optimizer), _switched)
 
 
 class _Begun:

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import itertools
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Sequence, ValuesView
 
 import torch
 from torch import Tensor
@@ -150,15 +150,33 @@ def _refuse_class(optimizer: Optimizer) -> None:
             where="LBFGS.step",
             remedy="step it eagerly on float32 parameters",
         )
-    if not hasattr(optimizer, "defaults"):
-        held = [name for name, value in vars(optimizer).items() if isinstance(value, Optimizer)]
-        raise UnsupportedOptimizerError(
-            f"{type(optimizer).__name__} does not call Optimizer.__init__: torch cannot compile its step",
-            where=f"{type(optimizer).__name__}.__init__",
-            remedy=f"install the optimizer that it holds: collage_fx.install(optimizer.{held[0]})"
-            if held
-            else CALL_INIT,
-        )
+    refuse_uninitialized(optimizer)
+
+
+def refuse_uninitialized(optimizer: Optimizer) -> None:
+    """Raise for an object without what ``Optimizer.__init__`` makes, such as a wrapper of other optimizers."""
+    if isinstance(getattr(optimizer, "defaults", None), dict):
+        return
+    label = type(optimizer).__name__
+    held = [
+        f"optimizer.{name}{'' if isinstance(value, Optimizer) else '[...]'}"
+        for name, value in vars(optimizer).items()
+        if any(isinstance(each, Optimizer) for each in _elements(value))
+    ]
+    raise UnsupportedOptimizerError(
+        f"{label} does not call Optimizer.__init__: torch cannot compile its step",
+        where=f"{label}.__init__",
+        remedy="install the optimizers that it holds, in place of it: "
+        + " and ".join(f"collage_fx.install({each})" for each in held)
+        if held
+        else CALL_INIT,
+    )
+
+
+def _elements(value: object) -> Iterable[object]:
+    """Return the elements of a list or a dictionary; any other value alone."""
+    values = value.values() if isinstance(value, dict) else value
+    return values if isinstance(values, (list, tuple, ValuesView)) else (value,)
 
 
 def refuse_overlaps(known: Iterable[KnownTensor]) -> None:

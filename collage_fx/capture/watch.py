@@ -144,6 +144,7 @@ from collage_fx.torch_compat import (
     sharding_of,
     thinned_lists,
     trace_unfused,
+    true_step,
     watch_conversions,
     wrapped_steps_on_the_stack,
 )
@@ -522,7 +523,7 @@ def _is_captured_after_its_closure(optimizer: Optimizer) -> bool:
 
     A second break, after the closure, would come too late to record the step.
     """
-    return is_of_torch_optim(type(optimizer).step) or is_being_stepped(optimizer)
+    return is_of_torch_optim(true_step(optimizer)) or is_being_stepped(optimizer)
 
 
 # -- compensated steps are asked for
@@ -706,10 +707,10 @@ def _eager_calls(optimizer: Optimizer, requested: _Requested | None) -> Iterator
     The optimizer's step runs eagerly in them.
     """
     if requested is not None and is_in_own_step(optimizer):
-        yield type(optimizer).step, requested.request
+        yield true_step(optimizer), requested.request
     found = list(compiled_callables_on_the_stack()) if _Requests.any_made else []
     if is_compiling_forbidden():
-        found += compiled_callables_within(type(optimizer).step)
+        found += compiled_callables_within(true_step(optimizer))
     for function, callback in found:
         if (request := Request.of(*backend_within(callback))) is not None:
             yield function, request
@@ -789,7 +790,7 @@ def _check_step_of_another(optimizer: Optimizer) -> bool:
     Returns:
         whether there are such parameters.
     """
-    if optimizer in _calling_compiled or compiled_callables_within(type(optimizer).step):
+    if optimizer in _calling_compiled or compiled_callables_within(true_step(optimizer)):
         return False
     state = (
         records_version(),

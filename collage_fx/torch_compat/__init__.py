@@ -106,12 +106,13 @@ try:
         is_traced_without_wrapper,
         optimizer_being_stepped,
         original_class,
+        true_step,
         variables_on_the_stack,
         wrapped_steps_on_the_stack,
     )
     from collage_fx.torch_compat.own_steps import (
-        has_foreign_step,
         is_in_own_step,
+        note_true_step,
         own_step,
         remove_own_step,
         set_own_step,
@@ -138,7 +139,7 @@ try:
     )
     from collage_fx.torch_compat.patch_steps import (
         before_eager_steps,
-        reroute_steps,
+        reroute_step,
         wrap_flat_states,
         wrap_loading_of_modules,
     )

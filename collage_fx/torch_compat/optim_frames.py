@@ -25,10 +25,26 @@ def is_step_wrapper(code: CodeType) -> bool:
     return is_in_torchs_optimizer(code) and "func" in code.co_freevars and code.co_name == "wrapper"
 
 
+#: Attribute of an optimizer: step that the program has given this instance.
+TRUE = "__collage_fx_true_step__"
+
+
+def true_step(optimizer: torch.optim.Optimizer) -> Callable[..., Any]:
+    """Return the function that is the optimizer's step, before it was given another one by us.
+
+    It takes the optimizer as its first argument. It is the step of the optimizer's class, unless the program
+    has given the instance a step of its own: then it is that step, with torch's wrapper around.
+    """
+    step = vars(optimizer).get(TRUE)
+    return type(optimizer).step if step is None else step
+
+
 def is_step_of(optimizer: torch.optim.Optimizer, code: CodeType) -> bool:
-    """Return whether code belongs to ``step`` of the optimizer's class or of a base class, unwrapped."""
-    steps = (vars(cls)["step"] for cls in type(optimizer).__mro__ if "step" in vars(cls))
-    return any(getattr(inspect.unwrap(step), "__code__", None) is code for step in steps)
+    """Return whether code belongs to the optimizer's step, or ``step`` of a base class, unwrapped."""
+    steps = [vars(cls)["step"] for cls in type(optimizer).__mro__ if "step" in vars(cls)]
+    return any(
+        getattr(inspect.unwrap(step), "__code__", None) is code for step in [true_step(optimizer), *steps]
+    )
 
 
 #: Attribute of an object around a step's closure: the closure.
@@ -71,7 +87,8 @@ def is_torchs_step(optimizer: torch.optim.Optimizer, code: CodeType, variables: 
 
 def is_traced_without_wrapper(optimizer: torch.optim.Optimizer) -> bool:
     """Return whether :func:`is_torchs_step` can be true of the optimizer: all of torch.optim's but two."""
-    return is_of_torch_optim(type(optimizer)) and original_class(type(optimizer)).__module__ != "torch.optim"
+    has_row_by_row = original_class(type(optimizer)).__module__ != "torch.optim"
+    return is_of_torch_optim(type(optimizer)) and has_row_by_row and TRUE not in vars(optimizer)
 
 
 def is_being_stepped(optimizer: torch.optim.Optimizer) -> bool:

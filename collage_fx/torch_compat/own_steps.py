@@ -1,37 +1,59 @@
-"""A ``step`` of an optimizer instance, which replaces its class's step and suits hooks and schedulers."""
+"""A ``step`` of an optimizer instance, which replaces its class's step and suits hooks and schedulers.
+
+Note [Replaced steps]
+---------------------
+A program may set a step of its own, ``optimizer.step = ...``, after ours. A scheduler, or a wrapper, calls
+ours in it. A step that does not call ours updates weights without error terms. Nobody can call ours any more
+once it has been deleted, which a weak reference tells at once. If somebody still holds it, ``zero_grad`` and
+``state_dict`` look at the step. A *guard* is put around a step that is not known to call ours. The guard goes
+when ours has been called in it; else it refuses the step (:class:`OwnStep`).
+"""
 
 from __future__ import annotations
 
 import functools
+import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import MethodType
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch.optim import Optimizer
 
 from collage_fx.torch_compat.dynamo_trace import Refused
+from collage_fx.torch_compat.optim_frames import TRUE, is_step_wrapper
 
 RELIED_ON = (
-    "torch.optim:Optimizer.__init__ has _optimizer_step_pre_hooks, _optimizer_step_post_hooks",
-    "torch.optim.lr_scheduler:LRScheduler.__init__ has _opt_called",
+    "torch.optim:Optimizer.__init__ has _optimizer_step_pre_hooks, _optimizer_step_post_hooks, "
+    "_optimizer_state_dict_pre_hooks",
+    "torch.optim.lr_scheduler:LRScheduler.__init__ has _opt_called, _wrapped_by_lr_sched",
 )
 
 #: Attribute of an optimizer: function that its own step runs.
 _RUN = "__collage_fx_step__"
 #: Attribute of an optimizer's own step, and of scheduler wrappers around it: the previous step.
 _BEFORE = "__collage_fx_before__"
+#: Attributes of an optimizer: weak reference to our function, which the optimizer's own step is a method of;
+#: step of the program's that has been seen to call it.
+_OURS, _TRUSTED = "__collage_fx_ours__", "__collage_fx_trusted__"
+#: Attribute of an optimizer: handle of the hook that looks at its step when it is saved.
+_HOOK = "__collage_fx_hook__"
+#: Attribute of a guard: step that it is put around.
+_GUARDED = "__collage_fx_guarded__"
 
 #: Names of an optimizer's attributes that hold its hooks.
 _PRE, _POST = "_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"
+
+#: Name of an optimizer's attribute that holds its hooks before saving.
+_SAVING = "_optimizer_state_dict_pre_hooks"
 
 #: Hooks of an optimizer while the compiled step runs: empty, because Dynamo would trace them a second time.
 _NO_HOOKS: OrderedDict[int, Any] = OrderedDict()
 
 
-def own_step(optimizer: Optimizer) -> Callable[..., Any] | None:
+def own_step(optimizer: Optimizer) -> OwnStep | None:
     """Return the function given to :func:`set_own_step`; None if the optimizer has no step of its own."""
     return vars(optimizer).get(_RUN)
 
@@ -41,17 +63,84 @@ def is_in_own_step(optimizer: Optimizer) -> bool:
     return vars(optimizer).get(_PRE) is _NO_HOOKS
 
 
-def has_foreign_step(optimizer: Optimizer) -> bool:
-    """Return whether other code has given the optimizer instance a step of its own.
+class OwnStep(Protocol):
+    """Step that :func:`set_own_step` sets."""
 
-    A scheduler's wrapper around the step, which only notes that the step is called, does not count.
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Take a step."""
+
+    def watch_replacement(self, step: Callable[[], Any], *, may_call_this: bool) -> tuple[Any, bool]:
+        """Take a step that was set in place of this one; return its result, and whether it called this one."""
+
+
+def note_true_step(optimizer: Optimizer) -> None:
+    """Take note of a step that the program has given the optimizer instance, for :func:`true_step`.
+
+    A scheduler's wrapper, which only notes that the step is called, is no such step.
     """
     step = vars(optimizer).get("step")
-    is_schedulers = getattr(step, "__wrapped__", None) is type(optimizer).step
-    return not (step is None or is_schedulers or hasattr(step, _BEFORE))
+    if hasattr(step, _GUARDED):
+        step = vars(optimizer)["step"] = getattr(step, _GUARDED)
+    if _calls_ours(optimizer, step):
+        return
+    if hasattr(step, "_wrapped_by_lr_sched"):
+        step = MethodType(step.__wrapped__, optimizer)
+    vars(optimizer).pop(TRUE, None)
+    if step is not None and getattr(step, "__func__", None) is not type(optimizer).step:
+        vars(optimizer)[TRUE] = _with_hooks(optimizer, step)
 
 
-def set_own_step(optimizer: Optimizer, run: Callable[..., Any]) -> None:
+def _calls_ours(optimizer: Optimizer, step: Any) -> bool:
+    """Return whether a step is ours, a scheduler's wrapper around ours, or has been seen to call ours."""
+    ours = vars(optimizer).get(_OURS, lambda: None)()
+    by_scheduler = step.__wrapped__ if hasattr(step, "_wrapped_by_lr_sched") else None
+    inside = {id(each) for each in (step, getattr(step, "__func__", None), by_scheduler)} - {id(None)}
+    return ours is not None and not inside.isdisjoint({id(ours), id(vars(optimizer).get(_TRUSTED))})
+
+
+def guard_replaced_step(optimizer: Optimizer) -> None:
+    """Put a guard around a step of the optimizer that is not known to call ours: Note [Replaced steps]."""
+    step = vars(optimizer).get("step")
+    if step is None or own_step(optimizer) is None or hasattr(step, _GUARDED) or _calls_ours(optimizer, step):
+        return
+
+    @torch.compiler.disable
+    @functools.wraps(step)
+    def guarded(self: Optimizer, *args: Any, **kwargs: Any) -> Any:
+        run = own_step(self)
+        if run is None:
+            return step(*args, **kwargs)
+        may_call_ours = vars(self)[_OURS]() is not None
+        taken = functools.partial(step, *args, **kwargs)
+        returned, has_called_ours = run.watch_replacement(taken, may_call_this=may_call_ours)
+        if has_called_ours and hasattr(vars(self).get("step"), _GUARDED):
+            vars(self)["step"] = vars(self)[_TRUSTED] = step
+        return returned
+
+    setattr(guarded, _GUARDED, step)
+    vars(optimizer)["step"] = MethodType(guarded, optimizer)
+
+
+def _at_lost_step(reference: weakref.ref[Optimizer], _: Any) -> None:
+    """Guard the step that has taken the place of ours, which is about to be deleted."""
+    if (optimizer := reference()) is not None:
+        guard_replaced_step(optimizer)
+
+
+def _with_hooks(optimizer: Optimizer, step: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a step of an instance as a function of the optimizer, with torch's wrapper around."""
+    if isinstance(step, MethodType) and step.__self__ is optimizer:
+        function = step.__func__
+    else:
+
+        @functools.wraps(step)
+        def function(self: Optimizer, *args: Any, **kwargs: Any) -> Any:
+            return step(*args, **kwargs)
+
+    return function if is_step_wrapper(function.__code__) else Optimizer.profile_hook_step(function)
+
+
+def set_own_step(optimizer: Optimizer, run: OwnStep) -> None:
     """Make ``optimizer.step(...)`` call ``run(...)`` between the optimizer's own hooks.
 
     The step is an attribute of the instance, and Dynamo does not trace into it. Schedulers accept it, whether
@@ -59,7 +148,7 @@ def set_own_step(optimizer: Optimizer, run: Callable[..., Any]) -> None:
     """
     vars(optimizer)[_RUN] = run
     before = vars(optimizer).get("step")
-    if hasattr(before, _BEFORE):
+    if _calls_ours(optimizer, before):
         return
     label = f"Optimizer.step#{type(optimizer).__name__}.step"  # as torch names it for a profiler
 
@@ -68,8 +157,8 @@ def set_own_step(optimizer: Optimizer, run: Callable[..., Any]) -> None:
     @functools.wraps(before or type(optimizer).step)
     def step(self: Optimizer, *args: Any, **kwargs: Any) -> Any:
         run = own_step(self)
-        if run is None:
-            return type(self).step(self, *args, **kwargs)
+        if run is None or is_in_own_step(self):  # the latter where the true step is a wrapper around this one
+            return type(self).step(self, *args, **kwargs) if before is None else before(*args, **kwargs)
         self._opt_called = True  # type: ignore[attr-defined]  # read by schedulers
         try:
             with torch.profiler.record_function(label):
@@ -79,16 +168,41 @@ def set_own_step(optimizer: Optimizer, run: Callable[..., Any]) -> None:
 
     setattr(step, _BEFORE, before)
     vars(optimizer)["step"] = MethodType(step, optimizer)
+    vars(optimizer)[_OURS] = weakref.ref(step, functools.partial(_at_lost_step, weakref.ref(optimizer)))
+    if _SAVING in vars(optimizer):
+        vars(optimizer)[_HOOK] = optimizer.register_state_dict_pre_hook(guard_replaced_step)
+    if "zero_grad" not in vars(optimizer):
+        vars(optimizer)["zero_grad"] = _guarding_zero_grad(optimizer)
+
+
+def _guarding_zero_grad(optimizer: Optimizer) -> MethodType:
+    """Return a ``zero_grad`` that looks at the optimizer's step."""
+
+    @functools.wraps(type(optimizer).zero_grad)
+    def zero_grad(self: Optimizer, *args: Any, **kwargs: Any) -> None:
+        if not torch.compiler.is_compiling():
+            guard_replaced_step(self)
+        type(self).zero_grad(self, *args, **kwargs)
+
+    setattr(zero_grad, _BEFORE, None)
+    return MethodType(zero_grad, optimizer)
 
 
 def remove_own_step(optimizer: Optimizer) -> None:
     """Undo :func:`set_own_step`; a wrapper added around the step since then runs the eager step."""
-    del vars(optimizer)[_RUN]
-    step = vars(optimizer)["step"]
-    if isinstance(step, MethodType) and hasattr(step, _BEFORE):
-        del vars(optimizer)["step"]
+    own = vars(optimizer)
+    step = own["step"]
+    is_ours = getattr(step, "__func__", None) is own.pop(_OURS)()
+    if _HOOK in own:
+        own.pop(_HOOK).remove()
+    for name in (_RUN, TRUE, _TRUSTED):
+        own.pop(name, None)
+    if hasattr(own.get("zero_grad"), _BEFORE):
+        del own["zero_grad"]
+    if is_ours:
+        del own["step"]
         if (before := getattr(step, _BEFORE)) is not None:
-            vars(optimizer)["step"] = before
+            own["step"] = before
 
 
 @contextmanager

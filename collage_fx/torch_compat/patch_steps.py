@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from types import CellType
-from typing import Any, cast
+from typing import Any
 
 import torch.distributed
 from torch.optim import Optimizer, optimizer
@@ -66,8 +66,8 @@ def before_eager_steps(hook: Callable[[Optimizer, Any, Any], None]) -> None:
 _hook: RemovableHandle | None = None
 
 
-def reroute_steps(cls: type[Optimizer], switch: Wrapper) -> bool:
-    """Replace a class's own ``step`` by ``switch(step)``, inside torch's wrapper around the step.
+def reroute_step(wrapper: Any, switch: Wrapper) -> bool:
+    """Replace a ``step`` by ``switch(step)``, inside torch's wrapper around the step.
 
     There it is reached by every call: by the bound method that ``torch.compile`` was given, and by a
     scheduler's or a trainer's wrapper. A second call changes nothing.
@@ -75,7 +75,6 @@ def reroute_steps(cls: type[Optimizer], switch: Wrapper) -> bool:
     Returns:
         whether the step has been replaced now.
     """
-    wrapper = cast(Any, cls.step)
     cell: CellType = wrapper.__closure__[wrapper.__code__.co_freevars.index("func")]
     step = cell.cell_contents
     if hasattr(step, _MARK):
