@@ -8,6 +8,8 @@ other failure.
 from __future__ import annotations
 
 import argparse
+import signal
+import sys
 from collections.abc import Iterable, Sequence
 from importlib.metadata import PackageNotFoundError
 
@@ -48,6 +50,7 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # ends the worker, too
     arguments = parse_arguments(argv)
     options = Options(
         sample=arguments.sample,

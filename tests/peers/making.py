@@ -26,10 +26,12 @@ class Made:
     Attributes:
         install: install each optimizer.
         dtype: of parameters that were float32; None leaves them.
+        is_on: whether optimizers are taken in: not those that a suite makes while pytest collects.
     """
 
     install: bool
     dtype: torch.dtype | None
+    is_on: bool = False
     optimizers: list[Optimizer] = field(default_factory=list)
     #: Parameters with their values at the start.
     starts: list[tuple[Tensor, Tensor]] = field(default_factory=list)
@@ -40,6 +42,8 @@ class Made:
 
     def add(self, optimizer: Optimizer) -> None:
         """Take in an optimizer that has just been made."""
+        if not self.is_on:
+            return
         known = {id(parameter) for parameter, _ in self.starts}
         for parameter in _parameters(optimizer):
             if id(parameter) not in known:
@@ -52,7 +56,7 @@ class Made:
 
     def convert(self, optimizer: Optimizer) -> None:
         """Give an optimizer's float32 parameters the low-precision dtype; in place, as ``module.to`` does."""
-        if self.dtype is None:
+        if self.dtype is None or not self.is_on:
             return
         for parameter in _parameters(optimizer):
             if parameter.dtype != torch.float32 or type(parameter) not in (Tensor, torch.nn.Parameter):

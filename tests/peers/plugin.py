@@ -39,6 +39,7 @@ class Recorder:
         self._result = Result(item.nodeid, "passed")
         append(self._job.results, Result(item.nodeid, "begun"))
         self._made.clear()
+        self._made.is_on = True
         seed = zlib.crc32(item.nodeid.encode())
         random.seed(seed)
         np.random.seed(seed)
@@ -50,6 +51,7 @@ class Recorder:
             self._result.seconds = round(time.perf_counter() - started, 2)
             append(self._job.results, self._result)
             self._made.clear()
+            self._made.is_on = False
             torch._dynamo.reset()
             gc.collect()
 

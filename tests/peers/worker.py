@@ -39,6 +39,7 @@ def main() -> int:
     with lowered_as("operation by operation") if job.interpreted else contextlib.nullcontext():
         if job.is_script:
             sys.argv = job.tests
+            made.is_on = True
             runpy.run_path(job.tests[0], run_name="__main__")
             return 0
         options = ["-q", "--tb=short", "-p", "no:cacheprovider", "-p", "no:xdist", "-W", "ignore"]
