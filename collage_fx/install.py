@@ -45,7 +45,7 @@ from collage_fx.state import (
     parameter_names,
     reset_error_terms,
 )
-from collage_fx.torch_compat import has_foreign_step, own_step, remove_own_step, set_own_step
+from collage_fx.torch_compat import WeakBackend, has_foreign_step, own_step, remove_own_step, set_own_step
 
 log = logging.getLogger("collage_fx")
 
@@ -188,7 +188,7 @@ class CompiledStep:
         self.backend = backend
         self.release: Release | None = None
         #: Compiled step of the parameters that have a gradient.
-        self.run = torch.compile(MethodType(type(optimizer).step, optimizer), backend=backend)
+        self.run = torch.compile(MethodType(type(optimizer).step, optimizer), backend=WeakBackend(backend))
         self._calls_closure_first = calls_closure_first(type(optimizer))
 
     def __call__(self, closure: Callable[[], Any] | None = None, *args: Any, **kwargs: Any) -> Any:

@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-__all__ = ["Job", "Result", "append", "begun", "chosen", "read"]
+__all__ = ["Job", "Result", "append", "begun", "chosen", "is_complete", "note_complete", "read"]
 
 #: Bytes of a line, at most.
 LONGEST = 1 << 17
@@ -53,7 +53,8 @@ class Result:
 
     Attributes:
         test: pytest's node id.
-        outcome: ``"passed"``, ``"failed"``, ``"skipped"``; ``"begun"`` is a line that a later one replaces.
+        outcome: ``"passed"``, ``"failed"`` or ``"skipped"``. Lines that are no results have ``"begun"``, for a
+            test that has not ended, or ``"complete"``, for a sample.
         error: class and first lines of the exception.
         where: innermost lines of its traceback.
         seconds: time of the test.
@@ -88,7 +89,18 @@ def _lines(path: Path) -> list[dict[str, Any]]:
 def read(path: Path) -> dict[str, Result]:
     """Return the results of the tests that have ended."""
     results = (Result(**line) for line in _lines(path))
-    return {result.test: result for result in results if result.outcome != "begun"}
+    return {result.test: result for result in results if result.outcome not in ("begun", "complete")}
+
+
+def is_complete(path: Path, sample: tuple[int, int]) -> bool:
+    """Whether every test of a sample, or of all samples, has a result."""
+    complete = {line["test"] for line in _lines(path) if line["outcome"] == "complete"}
+    return not complete.isdisjoint((str((0, 1)), str(sample)))
+
+
+def note_complete(path: Path, sample: tuple[int, int]) -> None:
+    """Write that every test of a sample has a result."""
+    append(path, Result(str(sample), "complete"))
 
 
 def begun(path: Path) -> str | None:

@@ -17,7 +17,16 @@ from pathlib import Path
 import torch
 
 from tests.peers import sources
-from tests.peers.recording import Job, Result, append, begun, read
+from tests.peers.recording import (
+    Job,
+    Result,
+    append,
+    begun,
+    chosen,
+    is_complete,
+    note_complete,
+    read,
+)
 from tests.peers.suites import ROOT, Dtype, Suite
 
 __all__ = ["Options", "run"]
@@ -91,16 +100,18 @@ def _run(
         suite.cpu_for_cuda,
         options.interpreted and install,
     )
-    if suite.processes:
+    if ids == [] or is_complete(path, options.sample):
+        pass
+    elif suite.processes:
         _run_scripts(suite, root, job, options.time_limit)
-    elif ids != []:
+    else:
         ini = options.folder / "pytest.ini"  # a suite's own options may need plugins that are not here
         ini.write_text("[pytest]\n")
         given = ["-c", str(ini), "--rootdir", str(root)]
         job = replace(job, tests=[*given, *(str(root / test) for test in suite.tests), *suite.arguments])
         _run_pytest(job, root, options.time_limit)
-    results = read(path)
-    return {test: result for test, result in results.items() if ids is None or test in set(ids)}
+        note_complete(path, options.sample)
+    return {test: result for test, result in read(path).items() if chosen(test, job, ())}
 
 
 def _digest() -> str:
@@ -178,7 +189,7 @@ def _run_scripts(suite: Suite, root: Path, job: Job, time_limit: float) -> None:
     """Run scripts, by one process each or by several under torchrun. A script's exit status is its result."""
     path = Path(job.results)
     for test, script, count in _scripts(suite):
-        if test in read(path) or not (job.only is None or test in job.only):
+        if not chosen(test, job, read(path)):
             continue
         one = replace(job, tests=[str(root / script)])
         command = [sys.executable, str(WORKER), one.to_json()]
