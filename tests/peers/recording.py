@@ -53,8 +53,8 @@ class Result:
 
     Attributes:
         test: pytest's node id.
-        outcome: ``"passed"``, ``"failed"`` or ``"skipped"``. Lines that are no results have ``"begun"``, for a
-            test that has not ended, or ``"complete"``, for a sample.
+        outcome: ``"passed"``, ``"failed"`` or ``"skipped"``. Lines that are no results have ``"begun"``, for
+            a test that has not ended, or ``"complete"``, for a sample.
         error: class and first lines of the exception.
         where: innermost lines of its traceback.
         seconds: time of the test.

@@ -96,5 +96,13 @@ SUITES = (
         ),
         processes=(1, 2),
     ),
-    Suite("programs", "collage-fx", ("tests/peers/programs.py",), release="own", shipped=ROOT, judges=True),
+    Suite(
+        "programs",
+        "collage-fx",
+        ("tests/peers/programs.py",),
+        release="own",
+        shipped=ROOT,
+        judges=True,
+        arguments=("-rP",),
+    ),
 )

@@ -25,7 +25,7 @@ class Quantized(Tensor):
 
     @staticmethod
     def __new__(cls, **parts: Tensor) -> Quantized:
-        made: Quantized = Tensor._make_wrapper_subclass(cls, SHAPE, dtype=torch.bfloat16)  # type: ignore[attr-defined]
+        made: Quantized = Tensor._make_wrapper_subclass(cls, SHAPE, dtype=torch.bfloat16)
         made.parts = parts
         for name, part in parts.items():
             setattr(made, name, part)
@@ -39,7 +39,7 @@ class Quantized(Tensor):
         return cls(**parts)
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         if func is torch.ops.aten.detach.default:
             return cls(**args[0].parts)
         raise NotImplementedError(f"{func} of a quantized tensor")
