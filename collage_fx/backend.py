@@ -134,7 +134,9 @@ class CollageBackend(Backend):
 
         It includes the measurements, for which this waits for the device.
         """
-        return CollageReport(list(self.reports), self.meter.metrics(), not_compiled_yet(self))
+        return CollageReport(
+            list(self.reports), self.meter.metrics(), not_compiled_yet(self), self.other_state()
+        )
 
     def metrics(self, model: torch.nn.Module | None = None) -> Metrics:
         """Return the measurements so far: step -> tensor -> values, and their aggregates.

@@ -95,6 +95,7 @@ from collage_fx.state import (
     note_compiled,
     noting_steps,
     optimizers_among,
+    other_state_bytes,
     owner_of_changes,
     packed_format,
     record_of,
@@ -171,6 +172,10 @@ class Backend:
                 self._labels[optimizer] = f"{name} #{same + 1}" if same else name
                 self._used_labels.append(self._labels[optimizer])
         return ", ".join(self._labels[optimizer] for optimizer in optimizers)
+
+    def other_state(self) -> dict[str, int]:
+        """Return, for the label of each optimizer, the bytes of its state that has no rows in reports."""
+        return {label: other_state_bytes(optimizer) for optimizer, label in list(self._labels.items())}
 
     def refuse_excess(self, optimizer: Optimizer) -> None:
         """Raise if there is a budget, and an optimizer with recorded steps holds more."""

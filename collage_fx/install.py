@@ -54,6 +54,7 @@ from collage_fx.state import (
     reset_error_terms,
 )
 from collage_fx.torch_compat import (
+    WeakBackend,
     note_true_step,
     own_step,
     remove_own_step,
@@ -205,7 +206,7 @@ class CompiledStep:
         self.release: Release | None = None
         step = true_step(optimizer)
         #: Compiled step of the parameters that have a gradient.
-        self.run = torch.compile(MethodType(step, optimizer), backend=backend)
+        self.run = torch.compile(MethodType(step, optimizer), backend=WeakBackend(backend))
         self._signature = inspect.signature(MethodType(step, optimizer))
         self._defaults = {each.name: each.default for each in self._signature.parameters.values()}
         self._first_call = first_call(optimizer)

@@ -11,6 +11,7 @@ import pickle
 import subprocess
 import sys
 import warnings
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -327,6 +328,20 @@ def resident_bytes() -> int:
     gc.collect()
     pages = int(Path("/proc/self/statm").read_text().split()[1])
     return pages * os.sysconf("SC_PAGE_SIZE")
+
+
+@pytest.mark.parametrize("same_shapes", [True, False])
+def test_optimizers_that_are_gone_leave_no_backend(same_shapes: bool) -> None:
+    """But for the last one: torch keeps its last trace."""
+    backends = []
+    for i in range(4):
+        params = parameters(shapes=((4, 6 if same_shapes else 6 + i),))
+        optimizer = collage_fx.install(LateMomentum(params))
+        run_steps(optimizer.step, params, range(2))
+        backends.append(weakref.ref(collage_fx.backend_of(optimizer)))
+    del optimizer, params
+    gc.collect()
+    assert sum(backend() is not None for backend in backends) <= 1
 
 
 @pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="resident memory is read from /proc")

@@ -27,7 +27,7 @@ ROOMS = sorted(
 ROOMS = [room for room in ROOMS if not (ROOT / room.rstrip("/")).is_symlink()]
 
 #: Folders that are named as a whole.
-WHOLE = {"compatibility", "fake_cuda", "reliability"}
+WHOLE = {"compatibility", "fake_cuda", "peers", "reliability"}
 
 #: The files of the tests, but for what is in a folder that is named as a whole.
 FILES = sorted(

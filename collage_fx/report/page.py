@@ -66,7 +66,7 @@ POLICY = "default-src 'none'; style-src 'unsafe-inline'"
 
 def html_page(
     graphs: Sequence[GraphReport],
-    by_subject: Mapping[str, Sequence[TensorReport]],
+    by_subject: Mapping[str, tuple[Sequence[TensorReport], int]],
     notes: Sequence[str],
     *,
     kernels: bool,
@@ -76,15 +76,15 @@ def html_page(
 
     Args:
         graphs: reports of compilations, oldest first.
-        by_subject: rows of tables by subject.
+        by_subject: rows of tables, and bytes of state without rows, by subject.
         notes: why other graphs were lowered without changes.
         kernels: whether to show the generated code.
         metrics: metrics measured so far.
     """
     body = "".join(
         part
-        for subject, rows in by_subject.items()
-        for part in _section(graphs, subject, rows, kernels=kernels, metrics=metrics)
+        for subject, (rows, other_state) in by_subject.items()
+        for part in _section(graphs, subject, rows, other_state, kernels=kernels, metrics=metrics)
     )
     body += "".join(f"<p>{escape(note)}</p>" for note in notes)
     return html_document(
@@ -111,6 +111,7 @@ def _section(
     graphs: Sequence[GraphReport],
     subject: str,
     rows: Sequence[TensorReport],
+    other_state: int,
     *,
     kernels: bool,
     metrics: Metrics,
@@ -119,12 +120,12 @@ def _section(
     own = [graph for graph in graphs if graph.subject == subject and graph.tensors]
     groups = treatments(rows)
     newest = own[-1]
-    yield f"<h2>{escape(subject)}</h2><p>{escape(summary_line(rows))}</p>"
+    yield f"<h2>{escape(subject)}</h2><p>{escape(summary_line(rows, other_state))}</p>"
     yield _treatment_table(groups)
     if newest.budgets:
         yield f"<h3>Budgets</h3><p class='names'>{BUDGET_CAPTION}</p>{budget_table(newest.budgets, 'html')}"
     else:
-        yield f"<h3>Bytes per parameter</h3>{_memory_table(own, rows)}"
+        yield f"<h3>Bytes per parameter</h3>{_memory_table(own, rows, other_state)}"
     yield from _metrics(metrics, subject)
     yield f"<h3>Passes</h3>{_passes(newest)}"
     stages = {id(graph): [Stage("captured", "", graph.before.graph), *graph.stages()] for graph in own}
@@ -160,9 +161,9 @@ def _treatment_table(groups: Sequence[Treatment]) -> str:
     return f"<table class='treatments'><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
 
 
-def _memory_table(graphs: Sequence[GraphReport], rows: Sequence[TensorReport]) -> str:
+def _memory_table(graphs: Sequence[GraphReport], rows: Sequence[TensorReport], other_state: int) -> str:
     """Write a table of bytes per parameter: as compiled, and under every strategy."""
-    lines = [("as compiled", f"{bytes_per_parameter(rows)['total']:.4g}")]
+    lines = [("as compiled", f"{bytes_per_parameter(rows, other_state)['total']:.4g}")]
     default, *others = ERROR_FORMATS
     choices: dict[str, tuple[Strategy, str]] = {
         strategy: (strategy, default) for strategy in get_args(Strategy)
@@ -171,7 +172,8 @@ def _memory_table(graphs: Sequence[GraphReport], rows: Sequence[TensorReport]) -
     of_graphs = [graph.rows_under(list(choices.values())) for graph in graphs]
     for label, *of_choice in zip(choices, *of_graphs, strict=True):
         newest = {row.name: row for of_graph in of_choice for row in of_graph}
-        lines.append((label, f"{bytes_per_parameter(list(newest.values()))['total']:.4g}"))
+        total = bytes_per_parameter(list(newest.values()), other_state)["total"]
+        lines.append((label, f"{total:.4g}"))
     formats = "; ".join(f"{name}: {fmt.precision}" for name, fmt in ERROR_FORMATS.items())
     return f"{html_table(lines, ('strategy', 'bytes'), 1)}<p class='names'>{escape(formats)}</p>"
 

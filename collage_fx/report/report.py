@@ -21,11 +21,14 @@ class CollageReport:
         graphs: a report for each compilation, oldest first.
         metrics: metrics measured so far, which :meth:`to_html` shows.
         waiting: classes of optimizers whose steps will be compiled when they are first called.
+        other_state: label of an optimizer -> bytes of its low-precision parameters' state that has no rows:
+            float32 state, and state that the optimizer has quantized itself.
     """
 
     graphs: list[GraphReport] = field(default_factory=list)
     metrics: Metrics = field(default_factory=lambda: Metrics({}, {}))
     waiting: list[str] = field(default_factory=list)
+    other_state: dict[str, int] = field(default_factory=dict)
 
     @property
     def tensors(self) -> list[TensorReport]:
@@ -55,14 +58,20 @@ class CollageReport:
     def bytes_per_parameter(self) -> dict[str, float]:
         """Compute bytes per element of low-precision parameters: parameters, state, error terms, and total.
 
-        ``state`` is the low-precision state without gradients, which some steps overwrite. The sum of wider
-        state is in :attr:`GraphReport.wider_bytes`.
+        ``state`` is all state of these parameters, without gradients, which some steps overwrite.
         """
-        return bytes_per_parameter(self.tensors)
+        return bytes_per_parameter(self.tensors, sum(self.other_state.values()))
+
+    def _other_state_of(self, subject: str) -> int:
+        """Sum the bytes without rows of the optimizers that a subject names."""
+        return sum(self.other_state.get(label, 0) for label in subject.split(", "))
 
     def __repr__(self) -> str:
         """Return a line; ``print(report)`` shows the tables."""
-        parts = [f"{subject}: {summary_line(rows)}" for subject, rows in self.by_subject().items()]
+        parts = [
+            f"{subject}: {summary_line(rows, self._other_state_of(subject))}"
+            for subject, rows in self.by_subject().items()
+        ]
         return f"<CollageReport: {' '.join(parts) or 'no tensors'}>"
 
     def __str__(self) -> str:
@@ -89,7 +98,13 @@ class CollageReport:
         Args:
             kernels: whether to show the C++ and Triton code of the kernels. A report of ``explain`` has none.
         """
-        return html_page(self.graphs, self.by_subject(), self._notes(), kernels=kernels, metrics=self.metrics)
+        return html_page(
+            self.graphs,
+            {subject: (rows, self._other_state_of(subject)) for subject, rows in self.by_subject().items()},
+            self._notes(),
+            kernels=kernels,
+            metrics=self.metrics,
+        )
 
     def save_html(self, path: str | Path, *, kernels: bool = False) -> Path:
         """Write :meth:`to_html` into a file and return its path."""
@@ -106,7 +121,7 @@ class CollageReport:
         budgets = {graph.subject: graph.budgets for graph in self.graphs}
         sections = []
         for subject, rows in self.by_subject().items():
-            parts = [section(subject, rows, full=full, markdown=markdown)]
+            parts = [section(subject, rows, self._other_state_of(subject), full=full, markdown=markdown)]
             if budgets[subject]:
                 table = budget_table(budgets[subject], "github" if markdown else "simple")
                 parts += [table, BUDGET_CAPTION]

@@ -23,9 +23,11 @@ NAME_WIDTH = 16
 SHORTENED = 3 * TEXT_WIDTH
 
 
-def section(subject: str, rows: Sequence[TensorReport], *, full: bool, markdown: bool) -> str:
+def section(
+    subject: str, rows: Sequence[TensorReport], other_state: int, *, full: bool, markdown: bool
+) -> str:
     """Write heading, table, numbered explanations and totals of one subject, as text or GitHub's Markdown."""
-    groups = treatments(rows)
+    groups, summary = treatments(rows), summary_line(rows, other_state)
     cells = _cells(rows, groups, full=full)
     headers = ("tensor", "shape", "kind", plainly(rows), "here", "bytes")
     widths = [max(len(header) + 2, *map(len, texts)) for header, *texts in zip(headers, *cells, strict=True)]
@@ -41,9 +43,9 @@ def section(subject: str, rows: Sequence[TensorReport], *, full: bool, markdown:
     numbered = [(i, _explanation(group, full=full)) for i, group in enumerate(groups, 1)]
     if markdown:
         notes = [f"{i}. `{recurrence}`\n   " + "\n   ".join(others) for i, (recurrence, *others) in numbered]
-        return "\n".join([f"## {subject}\n", table, "", *notes, "", summary_line(rows)])
+        return "\n".join([f"## {subject}\n", table, "", *notes, "", summary])
     notes = [_wrapped(f"({i}) ", paragraphs) for i, paragraphs in numbered]
-    return "\n".join([f"{subject}\n", table, "", *notes, "", textwrap.fill(summary_line(rows), TEXT_WIDTH)])
+    return "\n".join([f"{subject}\n", table, "", *notes, "", textwrap.fill(summary, TEXT_WIDTH)])
 
 
 def plainly(rows: Sequence[TensorReport]) -> str:
@@ -76,10 +78,10 @@ def budget_table(budgets: Sequence[Budget], style: str) -> str:
     )
 
 
-def summary_line(rows: Sequence[TensorReport]) -> str:
+def summary_line(rows: Sequence[TensorReport], other_state: int = 0) -> str:
     """Count the tensors with error terms, and sum up bytes per parameter."""
     done = sum(row.compensated for row in rows)
-    amounts = bytes_per_parameter(rows)
+    amounts = bytes_per_parameter(rows, other_state)
     total = amounts.pop("total")
     parts = ", ".join(f"{name} {value:.4g}" for name, value in amounts.items())
     return f"{done} of {len(rows)} tensors have error terms. Bytes per parameter: {total:.4g} ({parts})."

@@ -173,10 +173,14 @@ def _treatment(row: TensorReport) -> tuple[Any, ...]:
     )
 
 
-def bytes_per_parameter(rows: Sequence[TensorReport]) -> dict[str, float]:
+def bytes_per_parameter(rows: Sequence[TensorReport], other_state: int = 0) -> dict[str, float]:
     """Compute bytes per element of low-precision parameters: parameters, state, error terms, and total.
 
     Gradients, which some steps overwrite, count with their error terms alone.
+
+    Args:
+        rows: of the tensors.
+        other_state: bytes of state without rows.
     """
     bytes_of = dict.fromkeys(Role, 0)
     for row in rows:
@@ -184,7 +188,7 @@ def bytes_per_parameter(rows: Sequence[TensorReport]) -> dict[str, float]:
     parameters = sum(row.numel for row in rows if row.role is Role.PARAMETER)
     sums = {
         "parameters": bytes_of.pop(Role.PARAMETER),
-        "state": sum(bytes_of.values()) - bytes_of[Role.GRADIENT],
+        "state": sum(bytes_of.values()) - bytes_of[Role.GRADIENT] + other_state,
         "error terms": sum(row.error_bytes for row in rows),
     }
     sums["total"] = sum(sums.values())

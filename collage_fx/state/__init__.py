@@ -42,6 +42,7 @@ from collage_fx.state.optimizers import (
     held_per_parameter,
     known_tensors,
     optimizers_among,
+    other_state_bytes,
     parameter_names,
     state_tensors,
     stop_packing,

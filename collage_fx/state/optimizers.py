@@ -16,11 +16,11 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from collage_fx.graph import Role
-from collage_fx.numerics import STORAGE_FORMATS
+from collage_fx.numerics import STORAGE_FORMATS, is_low_precision
 from collage_fx.state.error_terms import packed_format, record_of, reset_error_terms
 from collage_fx.state.own_methods import without_own_methods
 from collage_fx.state.packed import is_packed, unpack
-from collage_fx.torch_compat import pytree
+from collage_fx.torch_compat import bytes_of, is_wrapper, pytree, sharding_of
 
 
 @dataclass(frozen=True)
@@ -198,7 +198,22 @@ def bytes_held(tensors: Iterable[Tensor]) -> int:
     own = (tensor for tensor, found in beside if found is None or found.format.keeps_hi)
     records = (found for _, found in beside if found is not None)
     kept = (each.auxiliaries for each in records if not (each.is_new and each.format.keeps_hi))
-    return sum(tensor.nbytes for tensor in itertools.chain(own, *kept))
+    return sum(bytes_of(tensor) for tensor in itertools.chain(own, *kept))
+
+
+def other_state_bytes(optimizer: Optimizer) -> int:
+    """Count the bytes of low-precision parameters' state in other dtypes, and of quantized state.
+
+    Such state has no row in reports. Numbers (0-d) are not counted.
+    """
+    parameters = (p for _, p in parameter_names(optimizer) if is_low_precision(p.dtype))
+    states = (each for p in parameters for _, each in state_tensors(optimizer.state.get(p)) if each.dim())
+    return sum(bytes_of(each) for each in states if not is_packed(each) and _has_no_row(each))
+
+
+def _has_no_row(state: Tensor) -> bool:
+    is_quantized = is_wrapper(state) and sharding_of(state) is None
+    return is_quantized or not is_low_precision(state.dtype)
 
 
 def held_per_parameter(optimizer: Optimizer) -> float:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import inspect
 import sys
+import weakref
 from collections.abc import Callable
 from types import FrameType, FunctionType, TracebackType
 from typing import Any
@@ -67,10 +68,38 @@ def backend_being_traced_for() -> tuple[Any, dict[str, Any]]:
     return (None, {}) if output is None else backend_within(output.compiler_fn)
 
 
+class WeakBackend:
+    """Weak reference to a backend, for ``torch.compile``, which keeps every backend until its reset."""
+
+    def __init__(self, backend: Any) -> None:
+        self._reference = weakref.ref(backend)
+
+    @property
+    def backend(self) -> Any:
+        """Backend that is referred to."""
+        return self._reference()
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.backend(*args, **kwargs)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, WeakBackend) and self._reference is other._reference
+
+    def __hash__(self) -> int:
+        return id(self._reference)
+
+    def reset(self) -> None:
+        """Reset the backend, if it is alive: ``torch.compiler.reset()`` does it."""
+        if self.backend is not None:
+            self.backend.reset()
+
+
 def backend_within(compiler: Any) -> tuple[Any, dict[str, Any]]:
     """Return the backend that the user gave to ``torch.compile``, and the keywords of its calls."""
     keywords: dict[str, Any] = {}
     while True:  # torch.compile, Dynamo and its debugging tools each add a wrapper
+        if isinstance(compiler, WeakBackend):
+            return compiler.backend, keywords
         attributes = getattr(compiler, "__dict__", {})
         keywords = {**keywords, **attributes.get("kwargs", {})}
         inner = attributes.get("compiler_fn") or attributes.get("_torchdynamo_orig_backend")

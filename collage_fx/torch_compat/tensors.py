@@ -108,6 +108,20 @@ def is_wrapper_class(kind: type) -> bool:
     return hasattr(kind, "__tensor_flatten__")
 
 
+def bytes_of(tensor: torch.Tensor) -> int:
+    """Count the bytes of a tensor's elements; of a wrapper, those of its inner tensors.
+
+    A DTensor counts as its shard does, times the number of shards.
+    """
+    if not is_wrapper(tensor):
+        return tensor.nbytes
+    if sharding_of(tensor) is not None:
+        local = local_tensor(tensor)
+        return bytes_of(local) * tensor.numel() // max(1, local.numel())
+    names, _ = cast(Any, tensor).__tensor_flatten__()
+    return sum(bytes_of(getattr(tensor, name)) for name in names)
+
+
 class Sharding(NamedTuple):
     """Placement of a DTensor's shards on a mesh of processes."""
 

@@ -1,0 +1,49 @@
+"""Tests of other suites that pass plainly and may fail with ``install``, each with its reason.
+
+The command fails for every other test, and names entries that no failure needs any more.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import re
+from dataclasses import dataclass
+
+from tests.peers.recording import Result
+
+__all__ = ["LISTED", "Listed", "reason_for"]
+
+
+@dataclass(frozen=True)
+class Listed:
+    """Failures that are expected.
+
+    Attributes:
+        suite: its name.
+        tests: pattern of node ids, as of the shell.
+        error: regular expression that is found in the error.
+        reason: why this is right, or what is missing.
+        dtypes: where it is so.
+    """
+
+    suite: str
+    tests: str
+    error: str
+    reason: str
+    dtypes: tuple[str, ...] = ("float32", "bf16")
+
+
+LISTED: tuple[Listed, ...] = ()
+
+
+def reason_for(suite: str, dtype: str, result: Result, listed: tuple[Listed, ...] = LISTED) -> Listed | None:
+    """Return the entry that a failed test belongs to."""
+    for entry in listed:
+        is_meant = entry.suite == suite and dtype in entry.dtypes
+        if (
+            is_meant
+            and fnmatch.fnmatchcase(result.test, entry.tests)
+            and re.search(entry.error, result.error)
+        ):
+            return entry
+    return None
