@@ -585,8 +585,8 @@ def _note_left_out(optimizer: Optimizer) -> None:
         len(group) > 1 and [*group][-1] == "params" for group in optimizer.param_groups
     )
     loaded = {
-        key: _counted_steps(entries) > steps
-        if "step" in entries
+        key: counted > steps
+        if (counted := _counted_steps(entries)) is not None
         else may_be_loaded and any(bool(tensor.any()) for _, tensor in _state_slots(entries))
         for key, entries in optimizer.state.items()
         if isinstance(entries, dict)
@@ -599,10 +599,11 @@ def _note_left_out(optimizer: Optimizer) -> None:
         ]
 
 
-def _counted_steps(entries: StateDict) -> float:
-    """Return the number of steps that the state of a parameter counts."""
-    count = entries["step"]
-    return float(count) if isinstance(count, (int, float, Tensor)) else 0
+def _counted_steps(entries: StateDict) -> float | None:
+    """Return the number of steps that the state of a parameter counts; None if it counts no steps."""
+    count = entries.get("step")
+    is_number = count.numel() == 1 if isinstance(count, Tensor) else isinstance(count, (int, float))
+    return float(count) if is_number else None  # type: ignore[arg-type]
 
 
 def _separated(state_dict: StateDict) -> tuple[StateDict, Saved]:
@@ -952,7 +953,7 @@ def _has_been_stepped(plain: StateDict, owner: Owner) -> bool:
     if owner[0] is None:
         return True
     entries = plain["state"].get(owner[0])
-    return entries is not None and not (isinstance(entries, dict) and entries.get("step") == 0)
+    return entries is not None and not (isinstance(entries, dict) and _counted_steps(entries) == 0)
 
 
 class _Waiting(NamedTuple):
