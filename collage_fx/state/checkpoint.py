@@ -602,8 +602,9 @@ def _note_left_out(optimizer: Optimizer) -> None:
 def _counted_steps(entries: StateDict) -> float | None:
     """Return the number of steps that the state of a parameter counts; None if it counts no steps."""
     count = entries.get("step")
-    is_number = count.numel() == 1 if isinstance(count, Tensor) else isinstance(count, (int, float))
-    return float(count) if is_number else None  # type: ignore[arg-type]
+    if isinstance(count, Tensor):
+        return float(count) if count.numel() == 1 else None
+    return float(count) if isinstance(count, (int, float)) else None
 
 
 def _separated(state_dict: StateDict) -> tuple[StateDict, Saved]:

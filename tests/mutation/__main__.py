@@ -43,6 +43,7 @@ def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--count", type=int, default=40, help="number of mutants")
     parser.add_argument("--seed", type=int, help="of the draw; by default that of the day")
     parser.add_argument("--list", action="store_true", help="print the mutants, and run nothing")
+    parser.add_argument("--tests", nargs="+", help="tests to run; by default those of the file's row")
     parser.add_argument("files", nargs="*", type=Path, help="files to mutate; by default all of the library")
     return parser.parse_args(argv)
 
@@ -64,8 +65,9 @@ class Outcome(NamedTuple):
 class Repository:
     """Working tree whose files are mutated, in a copy."""
 
-    def __init__(self, root: Path) -> None:
+    def __init__(self, root: Path, tests: Sequence[str] | None) -> None:
         self.root = root
+        self.tests = tests
         self.rows = rows((root / "tests" / "README.md").read_text(encoding="utf-8"))
 
     def source(self, path: Path) -> str:
@@ -114,7 +116,7 @@ class Repository:
         """Run the tests of each mutant in a copy; once for each row without a mutant."""
         taken: dict[tuple[str, ...], float] = {}
         for mutant in sorted(mutants, key=lambda each: (each.path, each.line)):
-            row = (*row_of(mutant.path, self.rows),)
+            row = (*(self.tests or row_of(mutant.path, self.rows)),)
             if row not in taken:
                 killer, taken[row] = run_tests(folder, row, None)
                 if killer:
@@ -161,7 +163,8 @@ def run_tests(folder: Path, tests: Sequence[str], patience: float | None) -> tup
 
 
 def main(argv: Sequence[str], root: Path) -> int:
-    given, repository = parse_arguments(argv), Repository(root)
+    given = parse_arguments(argv)
+    repository = Repository(root, given.tests)
     seed = datetime.date.today().toordinal() if given.seed is None else given.seed
     only = {each.resolve().relative_to(root) for each in given.files}
     changed = {

@@ -363,7 +363,7 @@ def test_parameters_that_are_written_to_lose_stale_error_terms(
 
 @pytest.mark.parametrize("event", ["nothing", "compiled again", "state replaced"])
 def test_what_is_known_of_writes_outlives_a_compilation_and_replaced_state(event: str) -> None:
-    """A second write to a parameter is not told of again, and elements that it leaves keep their error terms."""
+    """A second write to a parameter is not told of again; elements that it leaves keep their error terms."""
     params = parameters(shapes=SHAPES)
     optimizer = torch.optim.SGD(params, lr=torch.tensor(2.0**-12), momentum=0.9, weight_decay=0.0)
     backend = CollageBackend()

@@ -6,7 +6,6 @@ import gc
 import pickle
 import subprocess
 import sys
-import warnings
 import weakref
 from collections.abc import Iterator
 from functools import partial
@@ -649,7 +648,7 @@ def test_a_copy_before_the_first_step_has_the_rest_of_float32_state(way: str) ->
     else:
         other = copy.deepcopy(optimizer) if way == "deepcopy" else pickle.loads(pickle.dumps(optimizer))
     for each in (optimizer, other):
-        warned(lambda each=each: run_steps(compiled(each), params_of(each), [3]))
+        warned(partial(run_steps, compiled(each), params_of(each), [3]))
     assert differences(everything(optimizer), everything(other)) == []
 
 

@@ -65,9 +65,15 @@ TODAYS_THIRD = datetime.date.today().toordinal() % 3
 _PROPERTY = "processor seconds"
 
 
-def left_out(items: list[Any], third: int) -> list[Any]:
-    """Return the tests that a usual run leaves out, of the rotating ones all but a third."""
-    names = set(FILE.read_text().splitlines())
+def left_out(items: list[Any], third: int, names: Collection[str] | None = None) -> list[Any]:
+    """Return the tests that a usual run leaves out, of the rotating ones all but a third.
+
+    Args:
+        items: all tests.
+        third: 0, 1 or 2.
+        names: names of cases to leave out; by default those in slow.txt.
+    """
+    names = {*(FILE.read_text().splitlines() if names is None else names)}
 
     def is_left_out(item: Any) -> bool:
         marks = {mark for mark in MARKS if item.get_closest_marker(mark) is not None}
@@ -75,26 +81,22 @@ def left_out(items: list[Any], third: int) -> list[Any]:
         return another_day or item.nodeid in names or not marks.isdisjoint(LEFT_OUT)
 
     slow = [item for item in items if is_left_out(item)]
-    needed = _with_other_outcomes(items, [item for item in slow if item.nodeid in names])
-    return [item for item in slow if item not in needed]
+    needed = _with_other_outcomes(items, {item.nodeid for item in slow} & names)
+    return [item for item in slow if item.nodeid not in needed]
 
 
-def _with_other_outcomes(items: Sequence[Any], slow: Sequence[Any]) -> set[Any]:
+def _with_other_outcomes(items: Sequence[Any], slow: Collection[str]) -> set[str]:
     """Return the slow cases to run as no other case of their function expects what they expect."""
-    waiting = defaultdict[str, list[Any]](list)
-    for item in slow:
-        waiting[_function_of(item.nodeid)].append(item)
-    staying = defaultdict[str, list[Any]](list)
-    for item in {*items} - {*slow}:
-        if _function_of(item.nodeid) in waiting:
-            staying[_function_of(item.nodeid)].append(item)
+    waiting, staying = defaultdict[str, list[Any]](list), defaultdict[str, list[Any]](list)
+    for item in items:
+        (waiting if item.nodeid in slow else staying)[_function_of(item.nodeid)].append(item)
     needed = set()
-    for function, kept in staying.items():
-        seen = {outcome for item in kept for outcome in outcomes(item)}
+    for function in waiting.keys() & staying.keys():
+        seen = {outcome for item in staying[function] for outcome in outcomes(item)}
         for item in sorted(waiting[function], key=lambda item: _draw(item.nodeid)):
             if not seen.issuperset(found := outcomes(item)):
                 seen |= found
-                needed.add(item)
+                needed.add(item.nodeid)
     return needed
 
 
@@ -121,7 +123,8 @@ def _conditions(function: Callable[..., Any], params: frozenset[str]) -> list[tu
     Each comes with True if it is a condition, False if it is an operand of an assertion.
     """
     tree = ast.parse(textwrap.dedent(inspect.getsource(function)))
-    stored = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name) and type(node.ctx) is ast.Store}
+    names = (node for node in ast.walk(tree) if isinstance(node, ast.Name))
+    stored = {node.id for node in names if isinstance(node.ctx, ast.Store)}
     known = params - stored
 
     def is_of_parameters(node: ast.expr) -> bool:
