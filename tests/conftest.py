@@ -84,10 +84,20 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    if not _is_chosen(config) and not config.getoption("all"):
-        slow = left_out(items, config.getoption("third"))
+    if not config.getoption("markexpr") and not config.getoption("all"):
+        named = tuple(each for each in config.args if "::" in each)
+        slow = [item for item in left_out(items, config.getoption("third")) if not _is_named(item, named)]
         config.hook.pytest_deselected(items=slow)
         items[:] = [item for item in items if item not in set(slow)]
+
+
+def _is_named(item: pytest.Item, names: tuple[str, ...]) -> bool:
+    """Return whether a test is one that ``FILE::NAME`` on the command line names, or a case of it."""
+    name = item.nodeid.partition("::")[2]
+    return any(
+        Path(file).resolve() == item.path and f"{name}[".startswith((f"{chosen}[", f"{chosen}::"))
+        for file, _, chosen in (each.partition("::") for each in names)
+    )
 
 
 def _is_chosen(config: pytest.Config) -> bool:

@@ -22,7 +22,7 @@ from torch._dynamo.utils import counters
 from torch.optim.lr_scheduler import LambdaLR
 
 from benchmarks.timing import launches
-from collage_fx import CollageBackend, error_terms, full_value
+from collage_fx import CollageBackend, error_terms, full_value, move_state
 from collage_fx.errors import ChangedTensorError
 from collage_fx.state.fingerprints import fingerprint
 from tests.support.agreement import (
@@ -35,6 +35,7 @@ from tests.support.agreement import (
 )
 from tests.support.figures import Record, note
 from tests.support.optimizers import Case, CompiledOptimizer, gradients
+from tests.support.training import differences, everything, live_error_terms, parameters, run_steps
 from tests.support.twin import TwinBackend
 from tests.support.update_error import decay_achieved, displacement, second_moment_errors
 from tests.test_compiled_bits import AUXILIARIES, CASES, EXPANSIONS
@@ -437,6 +438,52 @@ def test_a_resumed_run_is_the_one_that_goes_on(kind: Any, map_location: str | No
     routes = [str(rig.backend.report().graphs[-1].route) for rig in (first, second)]
     assert routes[0] == routes[1]
     assert_same([second.tensors()], [first.tensors()])
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"error_format": "mcf"}, {"strategy": "full"}, {"bytes_per_parameter": 5.1}], ids=repr
+)
+def test_move_state_frees_the_memory_of_state_and_error_terms_until_the_next_step(
+    options: dict[str, Any],
+) -> None:
+    """The next step moves them back: the bits of a run that never moved them, and nothing is compiled."""
+    runs, shapes = [], ((64, 64), (64, 160))
+    for moves in (False, True):
+        torch._dynamo.reset()
+        params = [torch.nn.Parameter(p.detach().to(DEVICE)) for p in parameters(shapes=shapes)]
+        optimizer = adamw(params)
+        backend = CollageBackend(**options)
+        step = torch.compile(optimizer.step, backend=backend)
+        run_steps(step, params, range(2))
+        compilations = len(backend.reports)
+        if moves:
+            for seed in (2, 3):
+                held = memory_of(optimizer)
+                assert {kind for kind, _ in held} == {DEVICE}
+                before = torch.cuda.memory_allocated()
+                move_state(optimizer)
+                there = memory_of(optimizer)
+                assert [(kind, count) for kind, count in there] == [("cpu", count) for _, count in held]
+                assert before - torch.cuda.memory_allocated() >= sum(count for _, count in held)
+                run_steps(step, params, [seed])
+                assert memory_of(optimizer) == held
+        else:
+            run_steps(step, params, (2, 3))
+        assert len(backend.reports) == compilations
+        runs.append(everything(optimizer))
+    assert differences(*runs) == []
+
+
+def memory_of(optimizer: torch.optim.Optimizer) -> list[tuple[str, int]]:
+    """Kind of device and bytes of each buffer of error terms, and of each state tensor that is not packed."""
+    found = []
+    for group in optimizer.param_groups:
+        for p in group["params"]:
+            tensors = [each for each in optimizer.state[p].values() if each.dim()]
+            buffers = [each for tensor in (p, *tensors) for each in live_error_terms(tensor) if each.dim()]
+            buffers += [each for each in tensors if type(each) is Tensor]
+            found += [(each.device.type, each.nbytes) for each in buffers]
+    return found
 
 
 def test_an_eager_step_leaves_counters_where_a_compiled_one_makes_them() -> None:

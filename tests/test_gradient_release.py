@@ -169,6 +169,35 @@ def test_what_all_parameters_have_in_common_changes_once_in_a_step() -> None:
         assert float((ways[0][name] - ways[1][name]).norm() / way.norm()) < 0.01
 
 
+class CountingInTensors(Optimizer):
+    """Counts steps in a tensor of its groups, which each step changes and then replaces by another."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            group["k"].add_(1)
+            group["k"] = group["k"] + 1
+            for p in group["params"]:
+                if p.grad is not None:
+                    p.add_(p.grad * (group["lr"] / group["k"]), alpha=-1)
+
+
+def test_a_tensor_of_a_group_that_a_step_changes_and_replaces_counts_once_in_a_step() -> None:
+    """Each part of a step begins with the tensor of before, in the same object."""
+    of = model()
+    optimizer = CountingInTensors(of.parameters(), {"lr": 1e-2, "k": torch.zeros(())})
+    step_in_backward(of, optimizer)
+    before = optimizer.param_groups[0]["k"]
+    for i, batch in enumerate(batches(3), 1):
+        loss_of(of, batch).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        now = optimizer.param_groups[0]["k"]
+        assert now is not before
+        assert (int(before), int(now)) == (2 * i - 1, 2 * i)
+        before = now
+
+
 def test_gradients_are_freed_as_the_backward_pass_goes_on() -> None:
     of, alive = model(), []
     optimizer = adamw(of.parameters())

@@ -37,6 +37,7 @@ from tests.support.training import (
     run_steps,
     set_gradients,
 )
+from tests.support.warned import warned
 
 
 def adamw(**options: Any) -> Optimizer:
@@ -186,6 +187,18 @@ def without_error_terms(optimizer: Optimizer) -> dict[str, Any]:
         for key in [key for key in entries if key.startswith("collage_fx.")]:
             del entries[key]
     return saved
+
+
+def test_a_checkpoint_that_is_loaded_after_uninstall_is_plain_torchs(reference: Optimizer) -> None:
+    optimizer = install(adamw())
+    run_steps(optimizer.step, params_of(optimizer), range(3))
+    saved = copy.deepcopy(without_error_terms(optimizer))
+    uninstall(optimizer)
+    set_gradients(params_of(optimizer), 3)
+    assert warned(lambda: optimizer.load_state_dict(saved), optimizer.step, optimizer.step) == []
+    held = optimizer.state_dict()["state"]
+    assert {key for entries in held.values() for key in entries} == {"step", "exp_avg", "exp_avg_sq"}
+    assert not any(map(error_terms, params_of(optimizer)))
 
 
 def test_uninstalling_ends_recorded_steps() -> None:

@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.rows import row_of, rows
+
 ROOT = Path(__file__).resolve().parents[1]
 TESTS = ROOT / "tests"
 MAP = (TESTS / "README.md").read_text(encoding="utf-8")
@@ -27,7 +29,7 @@ ROOMS = sorted(
 ROOMS = [room for room in ROOMS if not (ROOT / room.rstrip("/")).is_symlink()]
 
 #: Folders that are named as a whole.
-WHOLE = {"compatibility", "fake_cuda", "peers", "reliability"}
+WHOLE = {"compatibility", "fake_cuda", "mutation", "peers", "reliability"}
 
 #: The files of the tests, but for what is in a folder that is named as a whole.
 FILES = sorted(
@@ -53,6 +55,18 @@ def test_all_that_is_named_is_there() -> None:
     paths = {name for name in NAMED if "/" in name or name.endswith((".py", ".txt"))}
     missing = [name for name in paths if not ((TESTS / name).exists() or (ROOT / name).exists())]
     assert not missing
+
+
+def test_the_tests_of_each_row_are_there() -> None:
+    table = rows(MAP)
+    files = [Path(room) if room.endswith(".py") else Path(room, "a_file.py") for room in ROOMS]
+    assert all(row_of(file, table) for file in files)
+    assert row_of(Path("passes/widen.py"), table)[0] == "tests/passes"
+    assert row_of(Path("collage_fx/budgets.py"), table)[0] == "tests/test_budgets.py"
+    for test in {test for tests in table.values() for test in tests}:
+        file, _, function = test.partition("::")
+        assert (ROOT / file).exists(), test
+        assert not function or f"def {function}(" in (ROOT / file).read_text(encoding="utf-8"), test
 
 
 # Private parts. ---------------------------------------------------------------------------------------------

@@ -1,5 +1,6 @@
 """What a usual run of the tests leaves out."""
 
+from collections.abc import Callable
 from types import SimpleNamespace
 
 import pytest
@@ -43,6 +44,73 @@ def test_each_rotating_test_has_its_day() -> None:
     run = [[item for item in items if item not in left_out(items, third)] for third in range(3)]
     assert sorted(int(item.nodeid) for third in run for item in third) == list(range(300))
     assert min(map(len, run)) > 70
+
+
+TOLD = ("mul_", "copy_")
+
+
+def expects_by_condition(write: str, seed: int, is_long: bool = False) -> None:
+    told = seed
+    if write in TOLD and seed:
+        assert told == 1
+
+
+def expects_by_assertion(write: str, seed: int, is_long: bool = False) -> None:
+    told = seed
+    assert told == (write in TOLD), write
+
+
+def expects_the_same(write: str, seed: int, is_long: bool = False) -> None:
+    write = f"{write}."
+    told = [write for write in TOLD if write]
+    if write in TOLD or told:
+        assert told == [write, seed]
+
+
+def cases_of(function: Callable[..., None], kept: str, *, is_long: bool = False) -> list[str]:
+    """Names of the cases that run where slow.txt has all but one."""
+    items = [
+        SimpleNamespace(
+            nodeid=f"tests/a.py::one[{write}]",
+            function=function,
+            callspec=SimpleNamespace(params={"write": write, "seed": 1, "is_long": is_long}),
+            get_closest_marker=lambda _: None,
+        )
+        for write in ("zero_", "data.zero_", "mul_", "copy_")
+    ]
+    names = {item.nodeid for item in items if item.nodeid != f"tests/a.py::one[{kept}]"}
+    return [item.nodeid for item in items if item not in left_out(items, 0, names)]
+
+
+@pytest.mark.parametrize("kept", ["data.zero_", "copy_"])
+@pytest.mark.parametrize("function", [expects_by_condition, expects_by_assertion])
+def test_a_case_that_expects_something_else_is_put_back(function: Callable[..., None], kept: str) -> None:
+    run = cases_of(function, kept)
+    assert len(run) == 2
+    assert f"tests/a.py::one[{kept}]" in run
+    assert len({name.endswith(("[mul_]", "[copy_]")) for name in run}) == 2
+
+
+def test_cases_that_expect_the_same_are_left_out() -> None:
+    assert cases_of(expects_the_same, "mul_") == ["tests/a.py::one[mul_]"]
+
+
+def test_a_function_that_is_left_out_as_a_whole_stays_so() -> None:
+    assert cases_of(expects_by_assertion, "none of them") == []
+
+
+def test_a_case_of_each_value_that_is_true_or_false_runs() -> None:
+    items = [
+        SimpleNamespace(
+            nodeid=f"tests/a.py::one[{i}]",
+            function=expects_the_same,
+            callspec=SimpleNamespace(params={"write": "mul_", "is_long": i == 2}),
+            get_closest_marker=lambda _: None,
+        )
+        for i in range(4)
+    ]
+    left = left_out(items, 0, {item.nodeid for item in items[1:]})
+    assert [item.nodeid for item in items if item not in left] == ["tests/a.py::one[0]", "tests/a.py::one[2]"]
 
 
 def test_documents_are_compiled_with_all_alone(pytestconfig: pytest.Config) -> None:

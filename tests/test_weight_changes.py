@@ -150,6 +150,29 @@ def test_patches_are_the_changed_elements(
         assert "unused.weight" not in [patch.name for patch in found]
 
 
+class Scaled(torch.nn.Linear):
+    """A layer whose state dict holds an object beside its tensors."""
+
+    def get_extra_state(self) -> Any:
+        return {"scale": 2.0}
+
+    def set_extra_state(self, state: Any) -> None:
+        self.scale = state["scale"]
+
+
+def test_extra_state_of_a_module_is_in_no_patch() -> None:
+    model = Scaled(33, 8).bfloat16()
+    assert [*model.state_dict()] == ["weight", "bias", "_extra_state"]
+    step = trained(adamw, model)
+    forget_changes(model)
+    copy = {name: tensor.detach().clone() for name, tensor in model.named_parameters()}
+    step()
+    found = changes(model)
+    assert {patch.name for patch in found} <= {"weight", "bias"}
+    apply_changes(copy, found)
+    assert all(torch.equal(bits(p), bits(copy[name])) for name, p in model.named_parameters())
+
+
 def test_a_bit_an_element() -> None:
     model = torch.nn.Linear(512, 512, bias=False).bfloat16()
     optimizer = adamw(model.parameters())

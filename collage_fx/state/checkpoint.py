@@ -753,8 +753,8 @@ def _note_left_out(optimizer: Optimizer) -> None:
         len(group) > 1 and [*group][-1] == "params" for group in optimizer.param_groups
     )
     loaded = {
-        key: _counted_steps(entries) > steps
-        if isinstance(entries, dict) and "step" in entries
+        key: counted > steps
+        if isinstance(entries, dict) and (counted := _counted_steps(entries)) is not None
         else may_be_loaded and any(bool(tensor.any()) for _, tensor in _state_slots(entries))
         for key, entries in optimizer.state.items()
         if isinstance(key, Tensor) or isinstance(entries, dict)
@@ -767,10 +767,12 @@ def _note_left_out(optimizer: Optimizer) -> None:
         ]
 
 
-def _counted_steps(entries: StateDict) -> float:
-    """Return the number of steps that the state of a parameter counts."""
-    count = entries["step"]
-    return float(count) if isinstance(count, (int, float, Tensor)) else 0
+def _counted_steps(entries: StateDict) -> float | None:
+    """Return the number of steps that the state of a parameter counts; None if it counts no steps."""
+    count = entries.get("step")
+    if isinstance(count, Tensor):
+        return float(count) if count.numel() == 1 else None
+    return float(count) if isinstance(count, (int, float)) else None
 
 
 def _separated(state_dict: StateDict) -> tuple[StateDict, Saved]:
@@ -1153,7 +1155,7 @@ def _has_been_stepped(plain: StateDict, owner: Owner) -> bool:
     if owner[0] is None:
         return True
     entries = plain["state"].get(owner[0])
-    return entries is not None and not (isinstance(entries, dict) and entries.get("step") == 0)
+    return entries is not None and not (isinstance(entries, dict) and _counted_steps(entries) == 0)
 
 
 class _Waiting(NamedTuple):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -16,6 +16,8 @@ import collage_fx
 from collage_fx import CollageBackend, error_terms, full_value
 from collage_fx.capture import give_up_rows
 from collage_fx.capture.recording import is_recorded
+from collage_fx.graph import StepProgram
+from collage_fx.pipeline import Pass, inserted
 from tests.support.training import Descent, differences, everything, parameters, set_gradients
 
 #: Three layouts, of which two are in several tensors.
@@ -183,6 +185,27 @@ def test_where_rows_are_not_known_the_step_is_recorded_at_the_limit(make: Make) 
         params, optimizer, _ = run_patterns(make, patterns)
     assert is_recorded(optimizer)
     ends, _ = exact(make, patterns)
+    assert worst_error(params, ends) <= TOLERABLE
+
+
+class Looking(Pass):
+    """A pass that sees the whole graph, so that the step does not consist of rows."""
+
+    name: ClassVar[str] = "looking"
+
+    def run(self, program: StepProgram) -> str:
+        return "seen"
+
+
+@pytest.mark.parametrize("name", ["AdamW", "Adam foreach amsgrad"])
+def test_where_a_pass_sees_the_whole_step_each_pattern_is_compiled_without_placeholders(name: str) -> None:
+    """Placeholders have no memory: a trace that has met them is thrown away, and traced without them once."""
+    patterns = [63, 1, 2, 4, 5, 3]
+    passes = inserted(Looking(), before="allocate")
+    params, optimizer, backend = run_patterns(MAKERS[name], patterns, passes=passes)
+    assert len(backend.report().graphs) == len(patterns)
+    assert not is_recorded(optimizer)
+    ends, _ = exact(MAKERS[name], patterns)
     assert worst_error(params, ends) <= TOLERABLE
 
 

@@ -196,6 +196,17 @@ def test_weight_decay_in_the_gradient_does_not_make_momentum_a_parameter() -> No
     assert formats(packed(step, "p g m")) == {"m": "block8"}
 
 
+def test_a_divisor_that_may_be_negative_concerns_the_state_in_it_alone() -> None:
+    def step(p: Tensor, g: Tensor, m: Tensor, d: Tensor) -> None:
+        m.lerp_(g, 0.1)
+        d.lerp_(g, 0.1)
+        p.addcdiv_(m, d + 1e-8, value=-1e-3)
+
+    program = packed(step, "p g m d")
+    assert formats(program) == {"m": "block8", "d": ""}
+    assert "the divisor" in why_not(program, "d")
+
+
 @pytest.mark.parametrize(
     ("shape", "reason"),
     [

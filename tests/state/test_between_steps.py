@@ -25,6 +25,7 @@ from tests.support.training import (
     run_steps,
     set_gradients,
 )
+from tests.support.warned import tensors_in, warned
 
 #: Rows of blocks for packed formats, and shapes of which one is there twice.
 SHAPES = ((64, 64), (5,), (64, 64))
@@ -358,6 +359,37 @@ def test_parameters_that_are_written_to_lose_stale_error_terms(
     assert (full_value(params[1]) - kept).norm() < 0.1 * (
         full_value(params[1]) - params[1].double()
     ).norm() + 1e-2
+
+
+@pytest.mark.parametrize("event", ["nothing", "compiled again", "state replaced"])
+def test_what_is_known_of_writes_outlives_a_compilation_and_replaced_state(event: str) -> None:
+    """A second write to a parameter is not told of again; elements that it leaves keep their error terms."""
+    params = parameters(shapes=SHAPES)
+    optimizer = torch.optim.SGD(params, lr=torch.tensor(2.0**-12), momentum=0.9, weight_decay=0.0)
+    backend = CollageBackend()
+    step = torch.compile(optimizer.step, backend=backend)
+    run_steps(step, params, range(3))
+    set_gradients(params, 3)
+    with torch.no_grad():
+        params[0][0] = 1.0
+    (told,) = warned(step)
+    assert tensors_in(told) == (["param_groups[0].params[0]"], 0)
+    compilations = len(backend.report().graphs)
+    if event == "compiled again":
+        params[2].grad = None
+    elif event == "state replaced":
+        state = optimizer.state[params[1]]
+        state["momentum_buffer"] = state["momentum_buffer"].clone()
+    assert warned(step) == []
+    assert len(backend.report().graphs) == compilations + (event == "compiled again")
+    optimizer.param_groups[0]["lr"].zero_()
+    with torch.no_grad():
+        params[0][1] = 1.0
+    before = full_value(params[0])
+    assert error_terms(params[0])[0][2:].any()
+    assert warned(step) == []
+    assert torch.equal(full_value(params[0])[2:], before[2:])
+    assert torch.equal(full_value(params[0])[1], torch.ones(64, dtype=torch.float64))
 
 
 def test_a_clamp_in_each_step_costs_one_warning_and_no_updates() -> None:

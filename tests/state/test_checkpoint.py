@@ -6,7 +6,6 @@ import gc
 import pickle
 import subprocess
 import sys
-import warnings
 import weakref
 from collections.abc import Iterator
 from functools import partial
@@ -19,6 +18,7 @@ from torch import Tensor
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+import collage_fx
 from collage_fx import CollageBackend, error_terms, full_value
 from collage_fx.capture.recording import Request, record
 from collage_fx.errors import CheckpointMismatchError
@@ -36,6 +36,7 @@ from tests.support.training import (
     run_steps,
     set_gradients,
 )
+from tests.support.warned import tensors_in, warned
 
 ROOT = Path(__file__).parents[2]
 
@@ -64,13 +65,6 @@ def without_ours(state_dict: dict[str, Any]) -> dict[str, Any]:
         for key, entries in state_dict["state"].items()
     }
     return {**state_dict, "state": {key: entries for key, entries in state.items() if entries}}
-
-
-def warned(action: Any) -> list[str]:
-    with warnings.catch_warnings(record=True) as recorded:
-        warnings.simplefilter("always")
-        action()
-    return [str(w.message) for w in recorded if "collage_fx" in str(w.message)]
 
 
 # The round trip. ------------------------------------------------------------------------------------------
@@ -278,6 +272,9 @@ def test_a_plain_checkpoint_loaded_before_the_first_step_warns_once() -> None:
     (warning,) = warned(step)
     assert "have been loaded into RMSprop" in warning
     assert "start from zero" in warning
+    first, second = (f"param_groups[0].params[{i}]" for i in range(2))
+    named = [f"{first}.parameter", f"{first}.square_avg", f"{second}.parameter"]
+    assert tensors_in(warning) == (named, 1)
     assert warned(step) == []
 
 
@@ -294,6 +291,41 @@ def test_a_plain_checkpoint_loaded_into_a_running_process_zeroes_and_warns_once(
     assert all(torch.equal(full_value(p), p.double()) for p in params)
     assert warned(step) == []
     assert all(live_error_terms(p)[0] is buffer for p, buffer in zip(params, buffers, strict=True))
+
+
+@pytest.mark.parametrize("count", [None, "two", [2], torch.tensor([1.0, 2.0])], ids=repr)
+def test_state_whose_count_of_steps_is_no_number_is_taken_as_it_is(count: Any) -> None:
+    """Without a count of steps nothing says that a checkpoint has been loaded."""
+    optimizer = Descent(params := parameters())
+    for p in params:
+        optimizer.state[p]["step"] = copy.deepcopy(count)
+    set_gradients(params)
+    assert warned(collage_fx.install(optimizer).step) == []
+    assert all(str(optimizer.state[p]["step"]) == str(count) for p in params)
+    assert all(error_terms(p)[0].any() for p in params)
+
+
+def test_a_plain_state_dict_of_parameters_without_state_is_empty() -> None:
+    optimizer = collage_fx.install(torch.optim.SGD(params := parameters(), lr=0.1))
+    run_steps(optimizer.step, params, range(2))
+    saved = optimizer.state_dict()
+    assert ours(saved) == {i: [LO, COUNT] for i in range(2)}
+    assert collage_fx.plain_state_dict(saved)["state"] == {}
+    again = torch.optim.SGD(other := parameters(), lr=0.1)
+    again.load_state_dict(saved)
+    compiled(again)
+    assert not any(map(again.state.get, other))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_error_terms_of_16_bits_are_saved_as_they_are(dtype: torch.dtype) -> None:
+    """Programs that read a file add them to the parameter; a cast to its dtype keeps them."""
+    optimizer = Descent(params := parameters(dtype))
+    saved = checkpoint_of_two_steps(optimizer, error_format="mcf")
+    for i, p in enumerate(params):
+        term = saved["state"][i]["collage_fx.parameter.mcf.lo"]
+        assert (term.dtype, term.shape) == (dtype, p.shape)
+        assert torch.equal(p.detach().double() + term.double(), full_value(p))
 
 
 def test_no_warning_where_nothing_of_ours_is_in_play() -> None:
@@ -616,7 +648,7 @@ def test_a_copy_before_the_first_step_has_the_rest_of_float32_state(way: str) ->
     else:
         other = copy.deepcopy(optimizer) if way == "deepcopy" else pickle.loads(pickle.dumps(optimizer))
     for each in (optimizer, other):
-        warned(lambda each=each: run_steps(compiled(each), params_of(each), [3]))
+        warned(partial(run_steps, compiled(each), params_of(each), [3]))
     assert differences(everything(optimizer), everything(other)) == []
 
 

@@ -14,8 +14,9 @@ from torch import Tensor
 
 import collage_fx
 from collage_fx.errors import CheckpointMismatchError
-from tests.state.test_checkpoint import copied, loaded_by_plain_torch, warned, without_ours
+from tests.state.test_checkpoint import copied, loaded_by_plain_torch, without_ours
 from tests.support.training import Descent, compiled, differences, everything, parameters, run_steps
+from tests.support.warned import warned
 
 
 class Wide(Descent):

@@ -11,6 +11,7 @@ A usual run, as in continuous integration, has almost every test function but on
   parameter is met in some function) run until they have taken SECONDS, one at least. Cases that are in the
   file and have not been measured stay there; with `--all`, they are dropped from files that have been: they
   have other names now.
+  A case whose test expects something else than those that stay is put back: Note [Outcomes].
 * tests marked with pytest.mark.slow: slow on any machine.
 * tests marked with pytest.mark.prose: they compile, or build, what a document shows, to see that it is true.
 * two thirds, drawn from their names, of the tests marked with pytest.mark.rotating. The third that runs is
@@ -20,16 +21,28 @@ Tests that are marked are not in slow.txt.
 
 Times are of the processor, in a process and its descendants: they are the same on a machine that does other
 work meanwhile.
+
+Note [Outcomes]
+---------------
+Some cases of a function expect a warning or a refusal, others that there is none: the one case that stays
+must not be the only kind that a usual run sees. What a case expects is read off the function: conditions on
+its parameters alone in ``if`` and ``assert``, such as ``write in ("mul_", "copy_")``, and parameters that are
+True or False. Where slow.txt has all cases in which such a condition is true, or all in which it is false, a
+usual run has one of them all the same. Functions that slow.txt has as a whole stay left out.
 """
 
 from __future__ import annotations
 
+import ast
 import contextlib
 import datetime
+import functools
 import hashlib
+import inspect
 import os
+import textwrap
 from collections import defaultdict
-from collections.abc import Collection, Generator, Iterator, Mapping
+from collections.abc import Callable, Collection, Generator, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -52,16 +65,92 @@ TODAYS_THIRD = datetime.date.today().toordinal() % 3
 _PROPERTY = "processor seconds"
 
 
-def left_out(items: list[Any], third: int) -> list[Any]:
-    """Return the tests that a usual run leaves out, of the rotating ones all but a third."""
-    names = set(FILE.read_text().splitlines())
+def left_out(items: list[Any], third: int, names: Collection[str] | None = None) -> list[Any]:
+    """Return the tests that a usual run leaves out, of the rotating ones all but a third.
+
+    Args:
+        items: all tests.
+        third: 0, 1 or 2.
+        names: names of cases to leave out; by default those in slow.txt.
+    """
+    names = {*(FILE.read_text().splitlines() if names is None else names)}
 
     def is_left_out(item: Any) -> bool:
         marks = {mark for mark in MARKS if item.get_closest_marker(mark) is not None}
         another_day = ROTATING in marks and _draw(item.nodeid)[0] % 3 != third
         return another_day or item.nodeid in names or not marks.isdisjoint(LEFT_OUT)
 
-    return [item for item in items if is_left_out(item)]
+    slow = [item for item in items if is_left_out(item)]
+    needed = _with_other_outcomes(items, {item.nodeid for item in slow} & names)
+    return [item for item in slow if item.nodeid not in needed]
+
+
+def _with_other_outcomes(items: Sequence[Any], slow: Collection[str]) -> set[str]:
+    """Return the slow cases to run as no other case of their function expects what they expect."""
+    waiting, staying = defaultdict[str, list[Any]](list), defaultdict[str, list[Any]](list)
+    for item in items:
+        (waiting if item.nodeid in slow else staying)[_function_of(item.nodeid)].append(item)
+    needed = set()
+    for function in waiting.keys() & staying.keys():
+        seen = {outcome for item in staying[function] for outcome in outcomes(item)}
+        for item in sorted(waiting[function], key=lambda item: _draw(item.nodeid)):
+            if not seen.issuperset(found := outcomes(item)):
+                seen |= found
+                needed.add(item.nodeid)
+    return needed
+
+
+#: Functions that conditions on parameters may call.
+_CALLED = {"bool", "isinstance", "issubclass", "len"}
+
+
+def outcomes(item: Any) -> set[tuple[str, bool]]:
+    """Return the conditions on a case's parameters alone, each with its value: Note [Outcomes]."""
+    params = item.callspec.params if hasattr(item, "callspec") else {}
+    found = {(name, value) for name, value in params.items() if isinstance(value, bool)}
+    for text, is_condition in _conditions(item.function, frozenset(params)):
+        with contextlib.suppress(LookupError, TypeError, AttributeError):  # a condition of other cases
+            value = eval(text, item.function.__globals__, params)
+            if is_condition or isinstance(value, bool):
+                found.add((text, bool(value)))
+    return found
+
+
+@functools.cache
+def _conditions(function: Callable[..., Any], params: frozenset[str]) -> list[tuple[str, bool]]:
+    """Return expressions of parameters alone in the conditions and assertions of a function.
+
+    Each comes with True if it is a condition, False if it is an operand of an assertion.
+    """
+    tree = ast.parse(textwrap.dedent(inspect.getsource(function)))
+    names = (node for node in ast.walk(tree) if isinstance(node, ast.Name))
+    stored = {node.id for node in names if isinstance(node.ctx, ast.Store)}
+    known = params - stored
+
+    def is_of_parameters(node: ast.expr) -> bool:
+        names = {each.id for each in ast.walk(node) if isinstance(each, ast.Name)}
+        calls = {ast.unparse(each.func) for each in ast.walk(node) if isinstance(each, ast.Call)}
+        is_free = not names & (stored | params - known) and calls <= _CALLED
+        return is_free and bool(names & known)
+
+    found = []
+    for node in ast.walk(tree):
+        if isinstance(node, (ast.If, ast.IfExp)):
+            found += [(ast.unparse(each), True) for each in _operands(node.test) if is_of_parameters(each)]
+        elif isinstance(node, ast.Assert):
+            parts = (each for each in ast.walk(node.test) if isinstance(each, (ast.Compare, ast.BoolOp)))
+            found += [(ast.unparse(each), False) for each in parts if is_of_parameters(each)]
+    return found
+
+
+def _operands(condition: ast.expr) -> list[ast.expr]:
+    """Return the operands of ``and`` and ``or``; another condition itself."""
+    return condition.values if isinstance(condition, ast.BoolOp) else [condition]
+
+
+def _function_of(name: str) -> str:
+    """Return the name of a test without that of its case."""
+    return name.partition("[")[0]
 
 
 def _file_of(name: str) -> str:
@@ -89,7 +178,7 @@ def slow_ones(
         known = [name for name in known if _file_of(name) not in measured]
     cases = defaultdict[str, list[str]](list)
     for name in seconds:
-        cases[name.partition("[")[0]].append(name)
+        cases[_function_of(name)].append(name)
     slow = {name for name in known if name not in seconds}
     for names in cases.values():
         taken = 0.0
@@ -137,7 +226,8 @@ class Times:
 
     def late(self) -> float:
         """Return the seconds of the cases that a usual run is to leave out, and has not."""
-        return sum(self._seconds[name] for name in {*slow_ones(self._seconds)} - self._marked)
+        known = FILE.read_text().splitlines()
+        return sum(self._seconds[name] for name in {*slow_ones(self._seconds)} - self._marked - {*known})
 
     def pytest_terminal_summary(self, terminalreporter: Any) -> None:
         files = defaultdict[str, float](float)

@@ -78,7 +78,7 @@ def set_gradients(params: Iterable[Tensor], seed: int = 0) -> None:
     """Gradients that depend on ``seed`` alone, in place where there are some."""
     generator = torch.Generator().manual_seed(seed)
     for p in params:
-        gradient = torch.randn(p.shape, generator=generator).to(p.dtype)
+        gradient = torch.randn(p.shape, generator=generator).to(p)
         if p.grad is None:
             p.grad = gradient
         else:

@@ -1,0 +1,95 @@
+"""``./dev mutants``: which faults it puts into which lines, and what it says of those that tests miss."""
+
+from __future__ import annotations
+
+import subprocess
+import textwrap
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("cosmic_ray", reason="pip install cosmic-ray, for ./dev mutants")
+
+from tests.mutation.__main__ import main
+from tests.mutation.mutants import drawn, mutants_of
+
+PATH = Path("collage_fx/clipped.py")
+
+SOURCE = '''\
+"""Module of a test."""
+
+from __future__ import annotations
+
+
+@staticmethod
+def clipped(value: int | None, seen: list[int]) -> int | None:
+    """Return a value between 0 and 7, noted."""
+    assert value is not None
+    seen.append(value)
+    if value > 7 and seen:
+        raise ValueError(7 + value)
+    return value + 1
+
+
+def never_called(value: int) -> int:
+    return value - 1
+'''
+
+
+def test_faults_are_in_code_that_runs_alone() -> None:
+    found = mutants_of(PATH, SOURCE, range(1, 100))
+    assert {(each.line, each.operator) for each in found} == {
+        (10, "delete"),
+        (11, "AddNot"),
+        (11, "NumberReplacer"),
+        (11, "ReplaceAndWithOr"),
+        (11, "ReplaceComparisonOperator_Gt_GtE"),
+        (13, "NumberReplacer"),
+        (13, "ReplaceBinaryOperator_Add_Sub"),
+        (17, "NumberReplacer"),
+        (17, "ReplaceBinaryOperator_Sub_Add"),
+    }
+    (deleted,) = (each for each in found if each.operator == "delete")
+    assert "\n    pass\n    if value > 7" in deleted.text(SOURCE)
+
+
+def test_faults_are_in_changed_lines_alone() -> None:
+    assert {each.line for each in mutants_of(PATH, SOURCE, {6, 7, 8, 13})} == {13}
+
+
+def test_each_function_has_a_fault_before_any_has_two() -> None:
+    found = mutants_of(PATH, SOURCE, range(1, 100))
+    for seed in range(20):
+        chosen = drawn(found, 4, seed, {PATH: SOURCE})
+        assert len({*chosen}) == 4
+        assert len({each.function for each in chosen[:2]}) == 2
+        assert chosen == drawn(found, 4, seed, {PATH: SOURCE})
+    assert len(drawn(found, 100, 0, {PATH: SOURCE})) == len(found)
+
+
+@pytest.mark.parametrize("is_tested", [True, False])
+def test_what_no_test_finds_is_shown_and_is_a_failure(
+    is_tested: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "tests").mkdir()
+    (tmp_path / "collage_fx").mkdir()
+    row = "| `collage_fx/` | `tests/test_doubled.py` | 1 |"
+    (tmp_path / "tests" / "README.md").write_text(f"## You touched …\n\n{row}\n", encoding="utf-8")
+    source = "def doubled(value: int) -> int:\n    return value + value\n"
+    (tmp_path / "collage_fx" / "doubled.py").write_text(source, encoding="utf-8")
+    test = f"""\
+        from collage_fx.doubled import doubled
+
+        def test_doubled() -> None:
+            assert doubled({3 if is_tested else 0}) == {6 if is_tested else 0}
+        """
+    (tmp_path / "tests" / "test_doubled.py").write_text(textwrap.dedent(test), encoding="utf-8")
+    subprocess.run(["git", "init", "-q"], cwd=tmp_path, check=True)
+    subprocess.run(["git", "add", "."], cwd=tmp_path, check=True)
+    status = main(["--since", "ever", "--seed", "0"], tmp_path)
+    said = capsys.readouterr().out
+    assert status == (not is_tested)
+    assert ("1 of 1 killed" if is_tested else "0 of 1 killed") in said
+    assert ("tests/test_doubled.py::test_doubled" in said) == is_tested
+    assert ("+    return value - value" in said) == (not is_tested)
+    assert (tmp_path / "collage_fx" / "doubled.py").read_text(encoding="utf-8") == source
