@@ -734,6 +734,9 @@ class Compilation:
             for i, (node, info) in enumerate(zip(inputs, program.inputs, strict=True))
             if _input_has_error_terms(info) and not (node in stores and _is_new(info))
         )
+        program.has_lasting_terms = frozenset(
+            i for i, info in enumerate(program.inputs) if _input_has_error_terms(info) and not _is_new(info)
+        )
         program.may_get_terms = self._may_get_terms(gm, infos, repetition) - program.already_compensated
         if any(i in program.already_compensated and node not in stores for i, node in enumerate(inputs)):
             program.arithmetic = "wide"  # "native" reads only hi of tensors that it does not update
