@@ -114,8 +114,8 @@ class StateTensor:
         info: name and role.
         store: its ``copy_`` in the epilogue.
         recurrence, verdict: how its new value depends on its old one, and whether storing it loses bits.
-        replaces_terms: set by ``analyze``: whether a recorded step makes it in the place of a tensor whose error
-            terms a step has chosen, or a checkpoint held: a number that is still a constant decides nothing.
+        replaces_terms: set by ``analyze``: whether a recorded step makes it in the place of a tensor whose
+            error terms a step has chosen, or a checkpoint held.
         is_weight_sized: set by ``analyze``: whether it is as large as weights, as an average of weights is.
         amplification: set by ``analyze``: factor from its noise relative to itself to its noise relative to
             a parameter's update: Note [State of the size of weights] in ``graph/cancellation.py``.
@@ -256,8 +256,8 @@ class StepProgram:
         already_compensated: positions of inputs that have error terms already (from another compiled
             callable, an earlier compilation or a checkpoint).
         has_lasting_terms: positions of inputs whose error terms are not from the step that made them.
-        may_get_terms: positions of inputs that are read alone and belong to an optimizer whose step gives error
-            terms: they are read whole from the first call that finds error terms.
+        may_get_terms: positions of inputs that are read alone and belong to an optimizer whose step gives
+            error terms: they are read whole from the first call that finds error terms.
         is_recorded: whether it is a part of a recorded step: another part may have computed, from the old
             value of an input, the new value that this part stores.
         is_compiled: whether it is compiled, rather than run operation by operation.

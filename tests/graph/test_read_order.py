@@ -1,4 +1,4 @@
-"""Order of reads and writes: a step leaves what eager torch leaves, whatever is copied, written and swapped."""
+"""Order of reads and writes: a step that copies, writes and swaps leaves what eager torch leaves."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ class Moving(Optimizer):
         self.left: list[Tensor] = []
         names = ("p", *SLOTS)
         self.drawn = [
-            [(draw.choice(MOVES), *draw.sample(names, 2)) for _ in range(OPERATIONS_OF_EACH)] for _ in params
+            [(draw.choice(MOVES), draw.sample(names, 2)) for _ in range(OPERATIONS_OF_EACH)] for _ in params
         ]
         generator = torch.Generator().manual_seed(seed)
         for p in params:
@@ -92,7 +92,7 @@ class Moving(Optimizer):
             if self.branches and float(p.grad.float().norm()) < 0:
                 continue
             tensors = {"p": p, **self.state[p]}
-            for move, x, y in moves:
+            for move, (x, y) in moves:
                 move(tensors[x], tensors[y], p.grad)
             self.left.append(tensors["a"].clone())
             tensors["a"].add_(1)
