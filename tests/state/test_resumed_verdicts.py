@@ -43,7 +43,7 @@ class Averaging(Optimizer):
             for p in group["params"]:
                 if float(p.grad.float().norm()) > 0:
                     state = self.state[p]
-                    state["m"] = (1 - w) * state["m"] + w * p.grad if state else p.grad.clone()
+                    state["m"] = (1 - w) * state.get("m", torch.zeros_like(p)) + w * p.grad
                     p.add_(state["m"], alpha=-1e-3)
 
 
