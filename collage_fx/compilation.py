@@ -275,7 +275,7 @@ class Compilation:
             raise
 
     def _noting(self, step: Callable[..., Any], optimizers: Sequence[Optimizer]) -> Callable[..., Any]:
-        """Wrap a step so that the values it leaves are known to be its own; a recorded step does so as a whole."""
+        """Wrap a step so that its writes are known to be its own; a recorded step does so as a whole."""
         updated, self.updated = self.updated, []
         return step if self.recorded else noting_steps(step, optimizers, updated)
 
@@ -544,26 +544,28 @@ class Compilation:
             return None
         return "the graph updates no bfloat16 or float16 tensor"
 
-    def _hands_on_weights(
-        self, gm: GraphModule, infos: Sequence[InputInfo], repetition: Repetition
-    ) -> bool:
+    def _hands_on_weights(self, gm: GraphModule, infos: Sequence[InputInfo], repetition: Repetition) -> bool:
         """Return whether a result is a value of weights, as a copy is: Note [Values that leave a graph]."""
         positions = self._may_get_terms(gm, infos, repetition)
-        inputs = [(node, infos[copies[0]]) for node, copies in zip(placeholders(gm.graph), repetition.copies)]
-        whole = {node for i, (node, info) in enumerate(inputs) if i in positions or _input_has_error_terms(info)}
+        whole = {
+            node
+            for i, node in enumerate(placeholders(gm.graph))
+            if i in positions or _input_has_error_terms(infos[repetition.copies[i][0]])
+        }
         return not values_of_weights(gm.graph, whole).isdisjoint(gm.graph.output_node().all_input_nodes)
 
     def _may_get_terms(
         self, gm: GraphModule, infos: Sequence[InputInfo], repetition: Repetition
     ) -> frozenset[int]:
-        """Return the positions of inputs that are read alone, and get error terms in another graph, if at all."""
+        """Return the positions of inputs that are read alone, and may get error terms in another graph."""
         if self.recorded or self.options.strategy == "none":
             return frozenset()
         held, stores = storages_of_adopted(), copies_to_inputs(gm.graph)
         found = set()
-        for position, (node, copies) in enumerate(zip(placeholders(gm.graph), repetition.copies)):
-            tensor, role = infos[copies[0]].tensor, infos[copies[0]].role
-            if role is not Role.PARAMETER and self.options.packs:
+        for position, node in enumerate(placeholders(gm.graph)):
+            info = infos[repetition.copies[position][0]]
+            tensor = info.tensor
+            if info.role is not Role.PARAMETER and self.options.packs:
                 continue  # state is packed, and has no error terms
             if tensor is not None and node not in stores and is_low_precision_tensor(node):
                 piece = local_tensor(tensor)
@@ -679,14 +681,12 @@ class Compilation:
         """
         if program.strategy == "none" or self.recorded:
             return
-        graph, own = program.gm.graph, {storage_of(node.meta["val"]) for node in placeholders(program.gm.graph) if tensor_value(node) is not None}
-        whole = {node for i, node in enumerate(placeholders(graph)) if i in program.already_compensated | program.may_get_terms}
-        left = [
-            node
-            for node in graph.output_node().all_input_nodes
-            if is_low_precision_tensor(node) and storage_of(node.meta["val"]) not in own
-        ]
-        lost = next((node for node in left if node in values_of_weights(graph, whole)), None)
+        graph, inputs = program.gm.graph, placeholders(program.gm.graph)
+        read_whole = program.already_compensated | program.may_get_terms
+        values = values_of_weights(graph, {node for i, node in enumerate(inputs) if i in read_whole})
+        of_inputs = {storage_of(value) for node in inputs if (value := tensor_value(node)) is not None}
+        left = values.intersection(filter(is_low_precision_tensor, graph.output_node().all_input_nodes))
+        lost = next((node for node in left if storage_of(node.meta["val"]) not in of_inputs), None)
         if lost is None:
             return
         what = "a value computed from parameters leaves a compiled part of the step in memory that it shares"
@@ -738,6 +738,9 @@ class Compilation:
             i
             for i, (node, info) in enumerate(zip(inputs, program.inputs, strict=True))
             if _input_has_error_terms(info) and not (node in stores and _is_new(info))
+        )
+        program.has_lasting_terms = frozenset(
+            i for i, info in enumerate(program.inputs) if _input_has_error_terms(info) and not _is_new(info)
         )
         program.may_get_terms = self._may_get_terms(gm, infos, repetition) - program.already_compensated
         if any(i in program.already_compensated and node not in stores for i, node in enumerate(inputs)):

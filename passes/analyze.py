@@ -68,9 +68,9 @@ class Analyze(Pass):
         stores = copies_to_inputs(graph)
         symbols = {node: info.symbol for node, info in zip(inputs, program.inputs, strict=True)}
         new_values: dict[Node, str] = {}
-        made = {node for node, info in zip(inputs, program.inputs, strict=True) if info.role is Role.NEW}
+        new = {node for node, info in zip(inputs, program.inputs, strict=True) if info.role is Role.NEW}
         for placeholder, store in stores.items():
-            if placeholder in made:
+            if placeholder in new:
                 continue  # a new tensor's value is no other state's old value
             for value in (stored(store), unless_skipped(placeholder, stored(store))):
                 new_values.setdefault(value, f"{symbols[placeholder]}'")
@@ -98,11 +98,16 @@ class Analyze(Pass):
                 if recurrence.kind is Kind.OVERWRITE:
                     recurrence = replace(recurrence, kind=Kind.OTHER)
             fmt = storage_format(placeholder.meta["val"].dtype)
+            keeps_terms = False
             if recurrence.kind is Kind.OVERWRITE and info.is_made and info.role is Role.STATE:
-                others = _recurrences_of_replaced(program, placeholder, stores, symbols)
-                recurrence = max(others, key=lambda each: judge(each, fmt).lossy, default=recurrence)
+                others = list(_recurrences_of_replaced(program, placeholder, stores, symbols))
+                keeps_terms = any(keeps for _, keeps in others)
+                found = (each for each, _ in others)
+                recurrence = max(found, key=lambda each: judge(each, fmt).lossy, default=recurrence)
             verdict = judge(recurrence, fmt)
-            program.states.append(StateTensor(placeholder, position, info, store, recurrence, verdict))
+            made = StateTensor(placeholder, position, info, store, recurrence, verdict)
+            made.replaces_terms = keeps_terms
+            program.states.append(made)
         find_cancellation(program)
         for state in program.states:
             selected, state.selection = _select(program, state, flow)
@@ -166,11 +171,15 @@ def _float32_states(program: StepProgram) -> set[Node]:
 
 def _recurrences_of_replaced(
     program: StepProgram, placeholder: Node, stores: Mapping[Node, Node], symbols: Mapping[Node, str]
-) -> Iterator[Recurrence]:
-    """Yield the recurrences of a state that a recorded step creates, for each tensor it may replace."""
+) -> Iterator[tuple[Recurrence, bool]]:
+    """Yield the recurrences of a state that a recorded step creates, for each tensor it may replace.
+
+    With each comes whether the replaced tensor has error terms, chosen by a step or loaded.
+    """
     value = tensor_value(placeholder)
     assert value is not None
-    for node, info in zip(placeholders(program.gm.graph), program.inputs, strict=True):
+    inputs = zip(placeholders(program.gm.graph), program.inputs, strict=True)
+    for position, (node, info) in enumerate(inputs):
         old = tensor_value(node)
         if node in stores or info.role is not Role.STATE or old is None:
             continue
@@ -178,7 +187,7 @@ def _recurrences_of_replaced(
             named = {**symbols, node: symbols[placeholder]}
             found = read_recurrence(node, stored(stores[placeholder]), named, {}, is_parameter=False)
             if found.kind is not Kind.OVERWRITE:
-                yield found
+                yield found, position in program.has_lasting_terms
 
 
 class _Flow:
@@ -229,6 +238,8 @@ def _select(program: StepProgram, state: StateTensor, flow: _Flow) -> tuple[bool
         return True, "an error term replaces stochastic rounding"
     if state.position in program.already_compensated:
         return True, "it has error terms from another compiled step, which this step has to update"
+    if state.replaces_terms:
+        return True, "it replaces state that has error terms"
     is_filled = state.info.is_born and state.recurrence.kind is Kind.OVERWRITE
     if state.info.role is Role.NEW or is_filled:
         return True, "created by this step: the next step decides whether it keeps its error term"

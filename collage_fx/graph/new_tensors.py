@@ -8,6 +8,14 @@ an input that the graph stores to: the step allocates the memory (:class:`~colla
 and the passes give z an error term like other state. Whether the error term is worth its memory is known only
 when the next step is compiled, whose graph has a recurrence of z. Until then the error term is *new*; it is
 dropped if the strategy does not choose z.
+
+Note [Values that leave a graph]
+--------------------------------
+``at = p.clone()``, the step of an inner optimizer, ``p.lerp_(at, 0.5)``: three graphs, and ``at`` leaves the
+first as a result. It gets an error term likewise, and the third graph reads it whole. The first graph is
+compiled before p has an error term. So parameters and states of optimizers that are compensated are read with
+error terms of zeros until they have their own; reading creates none. A graph that updates nothing is
+rewritten only if a *value of weights* leaves it (:func:`values_of_weights`): forward passes are left alone.
 """
 
 from __future__ import annotations
@@ -125,7 +133,8 @@ def _rounded(program: StepProgram, results: list[Node | None]) -> Iterator[int]:
     read_whole = program.already_compensated | program.may_get_terms
     kept_up = {node for i, node in enumerate(inputs) if i in read_whole}
     kept_up |= {each for each in copies_to_inputs(program.gm.graph) if is_low_precision_tensor(each)}
-    regions = {node: _region(value) for node in {*results, *inputs} if (value := tensor_value(node)) is not None}
+    values = {node: tensor_value(node) for node in (*results, *inputs) if node is not None}
+    regions = {node: _region(value) for node, value in values.items() if value is not None}
     for k, node in enumerate(results):
         value = tensor_value(node)
         if node is None or value is None or node.op != "call_function" or not is_low_precision_tensor(node):

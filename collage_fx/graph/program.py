@@ -114,6 +114,8 @@ class StateTensor:
         info: name and role.
         store: its ``copy_`` in the epilogue.
         recurrence, verdict: how its new value depends on its old one, and whether storing it loses bits.
+        replaces_terms: set by ``analyze``: whether a recorded step makes it in the place of a tensor whose
+            error terms a step has chosen, or a checkpoint held.
         is_weight_sized: set by ``analyze``: whether it is as large as weights, as an average of weights is.
         amplification: set by ``analyze``: factor from its noise relative to itself to its noise relative to
             a parameter's update: Note [State of the size of weights] in ``graph/cancellation.py``.
@@ -139,6 +141,7 @@ class StateTensor:
     store: Node
     recurrence: Recurrence
     verdict: Verdict
+    replaces_terms: bool = False
     is_weight_sized: bool = False
     amplification: float = 0.0
     chosen_format: ErrorFormat | None = None
@@ -252,8 +255,9 @@ class StepProgram:
             whole graph.
         already_compensated: positions of inputs that have error terms already (from another compiled
             callable, an earlier compilation or a checkpoint).
-        may_get_terms: positions of inputs that are read alone and belong to an optimizer whose step gives error
-            terms: they are read whole from the first call that finds error terms.
+        has_lasting_terms: positions of inputs whose error terms are not from the step that made them.
+        may_get_terms: positions of inputs that are read alone and belong to an optimizer whose step gives
+            error terms: they are read whole from the first call that finds error terms.
         is_recorded: whether it is a part of a recorded step: another part may have computed, from the old
             value of an input, the new value that this part stores.
         is_compiled: whether it is compiled, rather than run operation by operation.
@@ -279,6 +283,7 @@ class StepProgram:
     error_format: ErrorFormat
     repetition: Repetition = None  # type: ignore[assignment]  # made of the infos
     already_compensated: frozenset[int] = frozenset()
+    has_lasting_terms: frozenset[int] = frozenset()
     may_get_terms: frozenset[int] = frozenset()
     is_recorded: bool = False
     is_compiled: bool = True
