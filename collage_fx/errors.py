@@ -231,14 +231,12 @@ class EagerStepError(CollageError):
 
     An eager step would neither read nor update the error terms of its parameters. It is refused before it
     begins, and nothing has changed; with ``strict=False`` it is a warning, once. If the compiled step has
-    never been called, the second eager step is refused. There is a warning, too, if the model is compiled
-    with this backend and the step is not: Inductor compiles the forward pass, and no update has an error
-    term. A step that a program sets after ``install``, ``optimizer.step = ...``, is refused if it does not
-    call the compiled step. If something else still holds the compiled step, this is found out by taking the
-    step once.
+    never been called, the second eager step is refused, as is a step set after ``install``,
+    ``optimizer.step = ...``, that does not call the compiled step (if that is held elsewhere, after a step).
+    There is a warning, too, if the model is compiled with this backend and the step is not.
 
-    What to do: call ``collage_fx.install(optimizer)`` for each optimizer of the parameters, below any line
-    that sets ``optimizer.step``, which makes ``optimizer.step`` the compiled step; or call the function that
+    What to do: call ``collage_fx.install(optimizer)`` for each optimizer of the parameters, which makes
+    ``optimizer.step`` the compiled step; or call the function that
     ``torch.compile(optimizer.step, backend=...)`` has returned. To continue without error terms, call
     ``collage_fx.uninstall(optimizer)`` for an installed optimizer, or
     ``collage_fx.reset_error_terms(tensor)`` for each parameter.
