@@ -75,12 +75,14 @@ class UnsupportedOptimizerError(CollageError):
 
     The values of losses decide what LBFGS computes next, so its step has no single graph. An operator such as
     ``torch._fused_adamw_`` hides the whole update (``fused=True`` in torch.optim is allowed). ``install``
-    accepts optimizers, also of your own classes, unless other code has replaced their ``step``. Nothing has
-    changed. With ``strict=False``, LBFGS is stepped without error terms, with a warning.
+    accepts optimizers, also of your own classes, whose ``step`` updates parameters. A step that can only
+    raise belongs to an optimizer that updates them elsewhere. A wrapper that does not call
+    ``Optimizer.__init__`` has no parameters of its own. Nothing has changed. With ``strict=False``, LBFGS is
+    stepped without error terms, with a warning.
 
     What to do: step LBFGS eagerly, on float32 parameters. Write an update as ordinary operations, or call the
-    function of torch.optim: Inductor generates fused kernels for both. Call ``collage_fx.install`` with the
-    optimizer itself, before other code replaces its ``step``.
+    function of torch.optim: Inductor generates fused kernels for both. Of a wrapper, install the optimizers
+    that it holds.
     """
 
     code = "CFX002"
@@ -229,9 +231,9 @@ class EagerStepError(CollageError):
 
     An eager step would neither read nor update the error terms of its parameters. It is refused before it
     begins, and nothing has changed; with ``strict=False`` it is a warning, once. If the compiled step has
-    never been called, the second eager step is refused. There is a warning, too, if the model is compiled
-    with this backend and the step is not: Inductor compiles the forward pass, and no update has an error
-    term.
+    never been called, the second eager step is refused, as is a step set after ``install``,
+    ``optimizer.step = ...``, that does not call the compiled step (if that is held elsewhere, after a step).
+    There is a warning, too, if the model is compiled with this backend and the step is not.
 
     What to do: call ``collage_fx.install(optimizer)`` for each optimizer of the parameters, which makes
     ``optimizer.step`` the compiled step; or call the function that

@@ -6,8 +6,12 @@ A trainer calls ``optimizer.step(closure)``, a scheduler wraps that method, a ch
 unchanged.
 
 If the step calls its closure first, the closure is called before the compiled step, eagerly, as the trainer
-means it: Dynamo does not trace a forward and a backward pass. The optimizer's own hooks run around the step,
-too.
+means it: Dynamo does not trace a forward and a backward pass. The compiled step is given a closure that
+returns the same result, or None if it would do nothing with the result but return it. The optimizer's own
+hooks run around the step, too.
+
+The step is the one that ``optimizer.step`` is, also if the program has set that attribute. A program that
+sets it afterwards is told so: Note [Replaced steps] in ``torch_compat/own_steps.py``.
 """
 
 from __future__ import annotations
@@ -51,10 +55,12 @@ from collage_fx.state import (
     known_tensors,
     optimizers_among,
     parameter_names,
+    record_of,
     reset_error_terms,
 )
 from collage_fx.torch_compat import (
     WeakBackend,
+    codes_of,
     note_true_step,
     own_step,
     remove_own_step,
@@ -104,7 +110,8 @@ def install(
     ``torch.compile(opt.step, backend=...)``.
 
     Args:
-        optimizer: any optimizer, with schedulers or without, before its first step or after; or an optimizer
+        optimizer: any optimizer, with schedulers or without, before its first step or after; its step is
+            ``optimizer.step``, also if the program has set that attribute. Or an optimizer
             of accelerate, Lightning, torchtitan or ``ZeroRedundancyOptimizer`` that passes its steps on to
             others, which are installed then. Or a class of your own, as by a decorator: each of its
             optimizers is installed when it is made.
@@ -113,13 +120,14 @@ def install(
         options: options of :class:`CollageBackend`, such as ``strategy="light"``, for a backend of its own.
 
     Returns:
-        ``optimizer``, installed anew if it was before. A closure is called once, before the compiled step, if
-        the class's own step does so; a step that calls it later or several times is given it, as SAM's is.
+        ``optimizer``, installed anew if it was before. If the step calls its closure once and first, the
+        closure is called before the compiled step, which is given the result. A step that calls it later or
+        several times is given the closure itself, as SAM's is.
 
     Raises:
-        CollageError: somebody else has given the optimizer a step of its own, which would no longer be
-            called; or both a backend and options are given, or an option that does not exist; or a bfloat16
-            or float16 parameter is on MPS or XPU. Nothing has changed.
+        CollageError: the optimizer's step can only raise, or the object does not call
+            ``Optimizer.__init__``; or both a backend and options are given, or an option that does not exist;
+            or a bfloat16 or float16 parameter is on MPS or XPU. Nothing has changed.
     """
     if backend is not None and options:
         raise InvalidOptionError(
@@ -194,7 +202,7 @@ class Release(Protocol):
 
 
 class CompiledStep:
-    """The ``step`` of an installed optimizer: its closure, then the compiled step of its class.
+    """The ``step`` of an installed optimizer: its closure, then the compiled step.
 
     Attributes:
         backend: the backend.
@@ -212,9 +220,10 @@ class CompiledStep:
         self._first_call = first_call(optimizer)
         self._optimizer = optimizer
         self._calls = 0
+        self._is_compensated = not backend.compensates
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Take a step; return what the optimizer's own step returns."""
+        """Take a step; return the result of the optimizer's own step."""
         self._calls += 1
         given = self._bound(args, kwargs)
         first = self._first_call
@@ -228,12 +237,32 @@ class CompiledStep:
         returned = self._step_of_the_rest(given.args, given.kwargs)
         return loss if first.is_only_returned else returned
 
+    def _watched(self, args: Any, kwargs: Any) -> Any:
+        """Run the compiled step; raise if the first that moves parameters leaves none of them a record."""
+        if self._is_compensated or not self.backend.options.strict:
+            return self.run(*args, **kwargs)
+        low = [p for _, p in parameter_names(self._optimizer) if is_low_precision(p.dtype)]
+        versions = list(map(version_of, low))
+        returned = self.run(*args, **kwargs)
+        moved = [p for p, version in zip(low, versions, strict=True) if version_of(p) != version]
+        self._is_compensated = any(record_of(p) is not None for p in moved)
+        if moved and not self._is_compensated:
+            label = type(self._optimizer).__name__
+            raise EagerStepError(
+                f"the step of {label} has updated parameters by code that this backend has not compiled, "
+                "without error terms",
+                where=f"{label}.step{_definition(true_step(self._optimizer))}",
+                remedy="do not compile the step, or a part of it, by another backend: install(optimizer) "
+                "compiles it",
+            )
+        return returned
+
     def watch_replacement(self, step: Callable[[], Any], *, may_call_this: bool) -> tuple[Any, bool]:
-        """Take a step that was set in place of this one; return its result, and whether it called this one.
+        """Take a step that has replaced this step; return its result, and whether it called this step.
 
         Raises:
-            EagerStepError: it cannot call this one, or it has updated parameters without, and this backend is
-                strict; else this is a warning.
+            EagerStepError: the step cannot call this step, or has updated parameters without it. If the
+                backend is not strict, this is a warning.
         """
         parameters = [p for _, p in parameter_names(self._optimizer)]
         calls, versions = self._calls, list(map(version_of, parameters))
@@ -246,17 +275,14 @@ class CompiledStep:
         return returned, has_called_this
 
     def _refuse_replacement(self, step: Any) -> None:
-        """Raise, or warn, about a step that was set in place of this one."""
-        while (inner := getattr(step, "func", None) or getattr(step, "__func__", None)) is not None:
-            step = inner
-        code = getattr(step, "__code__", None)
-        defined = f" ({code.co_filename}:{code.co_firstlineno})" if code else ""
+        """Raise, or warn, about a step that has replaced this step."""
+        code = next(reversed(codes_of(step)), None)
+        name = "another callable" if code is None else code.co_name
         label = type(self._optimizer).__name__
         refusal = EagerStepError(
-            f"the step of this {label} has been replaced after install(), by "
-            f"{getattr(step, '__qualname__', step)}, which does not call the compiled step: parameters are "
-            "updated eagerly, without error terms",
-            where=f"{label}.step{defined}",
+            f"the step of this {label} has been replaced after install(), by {name}, which does not call the "
+            "compiled step: parameters are updated eagerly, without error terms",
+            where=f"{label}.step{_definition(step)}",
             remedy="call collage_fx.install(optimizer) again, below the line that sets optimizer.step: then "
             "that step is compiled",
         )
@@ -289,8 +315,14 @@ class CompiledStep:
     def _step_of_the_rest(self, args: Any, kwargs: Any) -> Any:
         """Step the parameters that have not been stepped in the backward pass."""
         if self.release is None:
-            return self.run(*args, **kwargs)
+            return self._watched(args, kwargs)
         return self.release.finish(functools.partial(self.run, *args, **kwargs))
+
+
+def _definition(step: Any) -> str:
+    """Return the file and line where a callable is defined, in brackets; empty if they are not known."""
+    code = next(reversed(codes_of(step)), None)
+    return f" ({code.co_filename}:{code.co_firstlineno})" if code else ""
 
 
 def inner_optimizers(optimizer: Any) -> Iterator[Optimizer]:

@@ -111,15 +111,22 @@ EXAMPLES: dict[type[errors.CollageError], tuple[Example, ...]] = {
             """,
         ),
         Example(
-            "An optimizer whose step somebody else has replaced already.",
+            "An optimizer that updates parameters elsewhere: its step can only raise.",
             """\
             import torch
             from torch.nn import Parameter
             from collage_fx import install
 
-            optimizer = torch.optim.SGD([Parameter(torch.ones(8, dtype=torch.bfloat16))], lr=0.1)
-            optimizer.step = torch.compile(optimizer.step)
-            install(optimizer)
+
+            class InHooks(torch.optim.Optimizer):
+                def __init__(self, params):
+                    super().__init__(params, {})
+
+                def step(self, closure=None):
+                    raise RuntimeError("parameters are updated in the backward pass")
+
+
+            install(InHooks([Parameter(torch.ones(8, dtype=torch.bfloat16))]))
             """,
         ),
         Example(

@@ -1,4 +1,4 @@
-"""Arguments of a step reach the parameters they reach in eager torch, through ``install`` and ``torch.compile``.
+"""Arguments of a step, by ``install`` and ``torch.compile``: bound as in eager torch, or the same exception.
 
 Signatures and calls are drawn. An argument may be given by position or by keyword, be required, be missing or
 be one too many; the closure stands anywhere, may be keyword-only, may have another name or be absent.
@@ -49,7 +49,7 @@ CLOSURE = "closure"
 BODIES = {
     "ignored": "",
     "first": "if {0} is not None:\n    with torch.enable_grad():\n        loss = {0}()",
-    "scales": "if {0} is not None:\n    with torch.enable_grad():\n        loss = {0}()\n    size = size * loss",
+    "scales": "if {0} is not None:\n    loss = {0}()\n    size = size * loss",
     "twice": "if {0} is not None:\n    with torch.enable_grad():\n        {0}()\n        loss = {0}()",
 }
 
@@ -65,7 +65,8 @@ def drawn(seed: int) -> Case:
     default = {"scale": "1.0", "offset": "0.5", closure: "None"}
     rest = not keyword_only and draw.random() < 0.25
     parts = [name if i < required else f"{name}={default[name]}" for i, name in enumerate(positional)]
-    parts += ["*rest"] * rest + ["*"] * bool(keyword_only) + [f"{name}={default[name]}" for name in keyword_only]
+    parts += ["*rest"] * rest + ["*"] * bool(keyword_only)
+    parts += [f"{name}={default[name]}" for name in keyword_only]
     parts += ["**more"] * (draw.random() < 0.2)
     value = {"scale": 3.0, "offset": 2.0, closure: draw.choice([CLOSURE, CLOSURE, None])}
     given = draw.randrange(len(positional) + 1)
@@ -78,7 +79,7 @@ def drawn(seed: int) -> Case:
     return Case(", ".join(parts), closure, body, tuple(args), kwargs)
 
 
-def optimizer_class(case: Case, *, has_source: bool) -> type[Optimizer]:
+def optimizer_class(case: Case, *, has_source: bool) -> Callable[[Any], Optimizer]:
     """Return the class of a case."""
     loss = textwrap.indent(BODIES.get(case.body, "").format(case.closure), " " * 4)
     values = [name for name in ("scale", "offset") if name in case.signature]
@@ -103,9 +104,12 @@ class Outcome(NamedTuple):
     said: Any
     calls: int
     params: list[Tensor]
+    optimizer: Optimizer  # error terms live as long as it does
 
 
-def outcome(case: Case, kind: type[Optimizer], dtype: torch.dtype, door: Callable[[Optimizer], Any]) -> Outcome:
+def outcome(
+    case: Case, kind: Callable[[Any], Optimizer], dtype: torch.dtype, door: Callable[[Optimizer], Any]
+) -> Outcome:
     params = [torch.nn.Parameter(p.detach().to(dtype)) for p in start()]
     optimizer = kind(params)
     step, calls = door(optimizer), itertools.count()
@@ -123,7 +127,7 @@ def outcome(case: Case, kind: type[Optimizer], dtype: torch.dtype, door: Callabl
             said.append(step(*args, **kwargs))
         except TypeError as error:
             said.append((type(error), str(error)))
-    return Outcome(said, next(calls), params)
+    return Outcome(said, next(calls), list(params), optimizer)
 
 
 def start() -> list[torch.nn.Parameter]:

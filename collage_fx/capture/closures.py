@@ -105,7 +105,7 @@ def _read(step: Callable[..., Any]) -> _Call | None:
 
 
 def _undecorated(step: Any) -> FunctionType:
-    """Return the function inside torch's decorators; raise if there are others, which may call the closure."""
+    """Return the function inside torch's decorators; raise if there are others: they may call the closure."""
     while (inner := getattr(step, "__wrapped__", None)) is not None:
         code = getattr(step, "__code__", None)
         if code is None or Path(torch.__file__).parent not in Path(code.co_filename).parents:
@@ -129,7 +129,7 @@ class _Reader:
         self._names = [each for each in ast.walk(function) if isinstance(each, ast.Name)]
 
     def call(self) -> _Call | None:
-        """Return the step's call of its closure if there is one, and it comes first."""
+        """Return the step's call of its closure; None unless the call comes first."""
         calls = [
             (each, use)
             for each in self._names
@@ -164,7 +164,7 @@ class _Reader:
         return use if is_step and len(use.args) + len(use.keywords) == 1 else None
 
     def _is_asked_for(self, name: ast.Name, conditions: Sequence[ast.expr]) -> bool:
-        """Return whether a use of the closure is in a condition of its call, or asks whether there is one."""
+        """Return whether a use of the closure is in a condition of its call, or a test of its presence."""
         use = self._parents[name]
         if any(name in ast.walk(each) for each in conditions):
             return True
@@ -223,10 +223,10 @@ class _Reader:
                 + (ast.FunctionDef,) * (each is self._function),
             ):
                 return False
-            for block in (getattr(each, name, None) for name in ("body", "orelse")):
-                if isinstance(block, list) and below in block:
-                    if not all(map(_is_harmless, block[: block.index(below)])):
-                        return False
+            blocks = [getattr(each, name, None) for name in ("body", "orelse")]
+            block = next((block for block in blocks if isinstance(block, list) and below in block), [below])
+            if not all(map(_is_harmless, block[: block.index(below)])):
+                return False
             below = each
         return True
 
@@ -263,9 +263,7 @@ class _Reader:
 
 def _walk(nodes: ast.AST | Sequence[ast.AST]) -> list[ast.AST]:
     """Return all syntax in an expression, or in a block."""
-    return [
-        inner for each in (nodes if isinstance(nodes, Sequence) else [nodes]) for inner in ast.walk(each)
-    ]
+    return [inner for each in (nodes if isinstance(nodes, Sequence) else [nodes]) for inner in ast.walk(each)]
 
 
 def _assigned(statement: ast.stmt) -> str | None:

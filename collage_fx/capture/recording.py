@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from types import CodeType
 from typing import Any, NamedTuple
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 from torch import Tensor
@@ -39,6 +39,7 @@ from collage_fx.state import (
 )
 from collage_fx.torch_compat import (
     fused_operator,
+    has_foreign_step,
     is_step_wrapper,
     reroute_step,
     run_unfused,
@@ -105,6 +106,10 @@ def is_compiled(optimizer: Optimizer) -> bool:
     return recording is None or not recording.is_for_one_step
 
 
+#: Optimizers of which a step has been recorded.
+has_recorded_step: WeakSet[Optimizer] = WeakSet()
+
+
 def stop_recording(optimizer: Optimizer) -> None:
     """Stop recording the steps of an optimizer."""
     vars(optimizer).pop(RECORDING, None)
@@ -118,9 +123,9 @@ def branches_on_values(optimizer: Optimizer) -> bool:
 
 
 def is_recordable(optimizer: Optimizer) -> bool:
-    """Return whether torch has wrapped ``step``, as ``Optimizer.__init__`` does."""
+    """Return whether the optimizer's step has torch's wrapper, which ``Optimizer.__init__`` puts around."""
     code = getattr(true_step(optimizer), "__code__", None)
-    return code is not None and is_step_wrapper(code)
+    return code is not None and is_step_wrapper(code) and not has_foreign_step(optimizer)
 
 
 def record(
@@ -328,6 +333,7 @@ class _Recording:
             for tensor in self._born:
                 note_new(tensor)
             note_held(optimizer)  # a step may have replaced state
+            has_recorded_step.add(optimizer)
         except BaseException:
             self._recorder.finish(successfully=False)
             forget_new_state(optimizer)

@@ -151,10 +151,18 @@ def _refuse_class(optimizer: Optimizer) -> None:
             remedy="step it eagerly on float32 parameters",
         )
     refuse_uninitialized(optimizer)
+    differentiable = (bool(group.get("differentiable")) for group in optimizer.param_groups)
+    if any(differentiable) and any(is_low_precision(p.dtype) for _, p in parameter_names(optimizer)):
+        raise UnsupportedOptimizerError(
+            f"{type(optimizer).__name__}(differentiable=True): its update is to be differentiated, which an "
+            "update with error terms is not",
+            where=f"{type(optimizer).__name__}(differentiable=True)",
+            remedy="make the optimizer with differentiable=False, or step it eagerly on float32 parameters",
+        )
 
 
 def refuse_uninitialized(optimizer: Optimizer) -> None:
-    """Raise for an object without what ``Optimizer.__init__`` makes, such as a wrapper of other optimizers."""
+    """Raise for an object that does not call ``Optimizer.__init__``, such as a wrapper of optimizers."""
     if isinstance(getattr(optimizer, "defaults", None), dict):
         return
     label = type(optimizer).__name__

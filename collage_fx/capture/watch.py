@@ -77,6 +77,7 @@ from collage_fx.capture.recording import (
     Request,
     beginning_here,
     branches_on_values,
+    has_recorded_step,
     is_recordable,
     is_recorded,
     is_switch,
@@ -130,6 +131,7 @@ from collage_fx.torch_compat import (
     current_trace,
     dynamo_recompile_limit,
     handle_stances,
+    has_foreign_step,
     is_being_stepped,
     is_class_traced,
     is_compiling_forbidden,
@@ -504,7 +506,10 @@ def _record_or_refuse(code: CodeType, graph_break: GraphBreak) -> None:
         f"Dynamo cannot capture the step of {type(optimizer).__name__}, and would run a part "
         f"of it eagerly, without error terms: {graph_break.reason}",
         where=graph_break.where,
-        remedy="change that line (what Dynamo says about it: TORCH_LOGS=graph_breaks). If it belongs to "
+        remedy="call collage_fx.install(optimizer) in place of torch.compile, below the line that sets "
+        "optimizer.step: it records such a step"
+        if has_foreign_step(optimizer)
+        else "change that line (what Dynamo says about it: TORCH_LOGS=graph_breaks). If it belongs to "
         "the first step alone, where state is made, take that one eagerly, before the compiled ones. Or "
         "accept with strict=False that the part is not compensated",
     )
@@ -597,7 +602,7 @@ def not_compiled_yet(backend: Any) -> list[str]:
     return [
         type(optimizer).__name__
         for optimizer, requested in list(_Requests.by_optimizer.items())
-        if not requested.is_compiled
+        if not (requested.is_compiled or optimizer in has_recorded_step)
         and requested.request.backend is backend
         and any(is_low_precision(parameter.dtype) for _, parameter in parameter_names(optimizer))
     ]

@@ -14,6 +14,7 @@ and sent to another process. State dicts are those of the originals.
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import inspect
 import sys
 from collections.abc import Mapping
@@ -124,10 +125,16 @@ def _in_module(module: str, name: str) -> type[Optimizer]:
     return of(value)
 
 
-def __getattr__(name: str) -> type[Optimizer]:
-    if name.startswith("_"):
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return _in_module("torch.optim", name)
+def __getattr__(name: str) -> Any:
+    if not name.startswith("_"):
+        if hasattr(torch.optim, name):
+            return _in_module("torch.optim", name)
+        if importlib.util.find_spec(name) is not None:
+            return importlib.import_module(f"{__name__}.{name}")
+    raise AttributeError(
+        f"module {__name__!r} has no attribute {name!r}: torch.optim has no such class, and no module of "
+        "this name can be imported"
+    )
 
 
 #: ``of``, and the classes of torch.optim.

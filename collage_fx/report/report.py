@@ -113,7 +113,8 @@ class CollageReport:
         return path
 
     def _notes(self) -> list[str]:
-        waiting = (f"{name}: not compiled yet: call what torch.compile returned" for name in self.waiting)
+        remedy = "call optimizer.step() if it is installed, else what torch.compile returned"
+        waiting = (f"{name}: not compiled yet: {remedy}" for name in self.waiting)
         return list(dict.fromkeys([*(graph.note for graph in self.graphs if graph.note), *waiting]))
 
     def _in_sections(self, *, full: bool, markdown: bool) -> str:

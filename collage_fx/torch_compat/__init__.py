@@ -97,6 +97,7 @@ try:
     from collage_fx.torch_compat.optim_frames import (
         ORIGINAL,
         calls_compiled_function,
+        codes_of,
         compiled_callables_on_the_stack,
         compiled_callables_within,
         is_being_stepped,
@@ -112,6 +113,7 @@ try:
         wrapped_steps_on_the_stack,
     )
     from collage_fx.torch_compat.own_steps import (
+        has_foreign_step,
         is_in_own_step,
         note_true_step,
         own_step,

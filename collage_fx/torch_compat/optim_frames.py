@@ -30,10 +30,10 @@ TRUE = "__collage_fx_true_step__"
 
 
 def true_step(optimizer: torch.optim.Optimizer) -> Callable[..., Any]:
-    """Return the function that is the optimizer's step, before it was given another one by us.
+    """Return the step that an installed optimizer had before, as a function of the optimizer.
 
-    It takes the optimizer as its first argument. It is the step of the optimizer's class, unless the program
-    has given the instance a step of its own: then it is that step, with torch's wrapper around.
+    It is the step of the optimizer's class, unless the program has given the instance a step of its own: then
+    it is that step, with torch's wrapper around.
     """
     step = vars(optimizer).get(TRUE)
     return type(optimizer).step if step is None else step
@@ -192,12 +192,27 @@ def _function_of(value: Any) -> Any:
 
 
 def optimizer_of_method(code: CodeType, variables: Mapping[str, Any]) -> torch.optim.Optimizer | None:
-    """Return the optimizer whose method (or step wrapper) a frame runs; None for other frames."""
+    """Return the optimizer whose method, step wrapper or own step a frame runs; None for other frames."""
     if not code.co_varnames:
         return None
     value = variables.get(code.co_varnames[0])
     if is_in_torchs_optimizer(code) and isinstance(value, tuple) and value:
         value = value[0]
         return value if isinstance(value, torch.optim.Optimizer) else None
-    is_method = isinstance(value, torch.optim.Optimizer) and hasattr(type(value), code.co_name)
-    return value if is_method else None
+    if isinstance(value, torch.optim.Optimizer) and hasattr(type(value), code.co_name):
+        return value
+    values = [each for value in variables.values() for each in (value if type(value) is tuple else (value,))]
+    optimizers = (each for each in values if isinstance(each, torch.optim.Optimizer))
+    return next((each for each in optimizers if code in codes_of(vars(each).get("step"))), None)
+
+
+def codes_of(step: Any) -> list[CodeType]:
+    """Return the code of a callable and of the functions inside: of methods, partial functions, wrappers."""
+    codes = []
+    while step is not None:
+        if (code := getattr(step, "__code__", None)) is not None and not isinstance(step, MethodType):
+            codes.append(code)
+        step = next(
+            (getattr(step, name) for name in ("func", "__func__", "__wrapped__") if hasattr(step, name)), None
+        )
+    return codes

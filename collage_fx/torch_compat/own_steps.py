@@ -23,7 +23,7 @@ import torch
 from torch.optim import Optimizer
 
 from collage_fx.torch_compat.dynamo_trace import Refused
-from collage_fx.torch_compat.optim_frames import TRUE, is_step_wrapper
+from collage_fx.torch_compat.optim_frames import TRUE, compiled_callables_within, is_step_wrapper
 
 RELIED_ON = (
     "torch.optim:Optimizer.__init__ has _optimizer_step_pre_hooks, _optimizer_step_post_hooks, "
@@ -70,24 +70,40 @@ class OwnStep(Protocol):
         """Take a step."""
 
     def watch_replacement(self, step: Callable[[], Any], *, may_call_this: bool) -> tuple[Any, bool]:
-        """Take a step that was set in place of this one; return its result, and whether it called this one."""
+        """Take a step that has replaced this step; return its result, and whether it called this step."""
 
 
 def note_true_step(optimizer: Optimizer) -> None:
-    """Take note of a step that the program has given the optimizer instance, for :func:`true_step`.
+    """Take note of a step that the program has given the optimizer instance, for :func:`true_step`."""
+    step = vars(optimizer).get("step")
+    if hasattr(step, _GUARDED):
+        step = vars(optimizer)["step"] = getattr(step, _GUARDED)
+    if not _calls_ours(optimizer, step):
+        vars(optimizer).pop(TRUE, None)
+        if (foreign := _foreign_step(optimizer)) is not None:
+            vars(optimizer)[TRUE] = _with_hooks(optimizer, foreign)
+
+
+def has_foreign_step(optimizer: Optimizer) -> bool:
+    """Return whether the program has given the instance a step of its own that is not installed."""
+    return TRUE not in vars(optimizer) and _foreign_step(optimizer) is not None
+
+
+def _foreign_step(optimizer: Optimizer) -> Callable[..., Any] | None:
+    """Return the step that the program has given the optimizer instance; None if it has given none.
 
     A scheduler's wrapper, which only notes that the step is called, is no such step.
     """
     step = vars(optimizer).get("step")
-    if hasattr(step, _GUARDED):
-        step = vars(optimizer)["step"] = getattr(step, _GUARDED)
-    if _calls_ours(optimizer, step):
-        return
+    if step is None or _calls_ours(optimizer, step):
+        return None
     if hasattr(step, "_wrapped_by_lr_sched"):
         step = MethodType(step.__wrapped__, optimizer)
-    vars(optimizer).pop(TRUE, None)
-    if step is not None and getattr(step, "__func__", None) is not type(optimizer).step:
-        vars(optimizer)[TRUE] = _with_hooks(optimizer, step)
+    if compiled := compiled_callables_within(getattr(step, "__func__", step)):
+        is_bound = isinstance(step, MethodType) and step.__self__ is optimizer
+        step = compiled[-1][0]  # compiled by another backend so far
+        step = MethodType(step, optimizer) if is_bound and not isinstance(step, MethodType) else step
+    return None if getattr(step, "__func__", None) is type(optimizer).step else step
 
 
 def _calls_ours(optimizer: Optimizer, step: Any) -> bool:
@@ -127,17 +143,21 @@ def _at_lost_step(reference: weakref.ref[Optimizer], _: Any) -> None:
         guard_replaced_step(optimizer)
 
 
-def _with_hooks(optimizer: Optimizer, step: Callable[..., Any]) -> Callable[..., Any]:
+def _with_hooks(optimizer: Optimizer, step: Any) -> Callable[..., Any]:
     """Return a step of an instance as a function of the optimizer, with torch's wrapper around."""
-    if isinstance(step, MethodType) and step.__self__ is optimizer:
-        function = step.__func__
-    else:
+    is_bound = isinstance(step, MethodType) and step.__self__ is optimizer
+    if is_bound and is_step_wrapper(getattr(step.__func__, "__code__", _NO_CODE)):
+        return step.__func__
 
-        @functools.wraps(step)
-        def function(self: Optimizer, *args: Any, **kwargs: Any) -> Any:
-            return step(*args, **kwargs)
+    # Without the attributes of a compiled function, which torch.compile would stumble over.
+    @functools.wraps(step.__func__ if is_bound else step, updated=())
+    def function(self: Optimizer, *args: Any, **kwargs: Any) -> Any:
+        return step.__func__(self, *args, **kwargs) if is_bound else step(*args, **kwargs)
 
-    return function if is_step_wrapper(function.__code__) else Optimizer.profile_hook_step(function)
+    return Optimizer.profile_hook_step(function)
+
+
+_NO_CODE = (lambda: None).__code__
 
 
 def set_own_step(optimizer: Optimizer, run: OwnStep) -> None:

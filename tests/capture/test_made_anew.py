@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 
 from collage_fx import CollageBackend, install
 from collage_fx.backend import backend_for
-from collage_fx.capture import calls_closure_first
+from collage_fx.capture import first_call
 from collage_fx.capture.recording import is_recorded
 from collage_fx.errors import UnsupportedTensorError
 from tests.capture.test_recording import LR, Recorded, give_gradients, largest_error, params_of, twins
@@ -370,17 +370,93 @@ class Inherits(CallsInTheMiddle):
         return super().step(closure)
 
 
-@pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.SGD, CallsFirst, PassesOn, Descent])
-def test_a_closure_that_is_called_first_need_not_be_handed_over(kind: type[Optimizer]) -> None:
-    assert calls_closure_first(kind)
+class Ignores(Optimizer):
+    def step(self, closure: Any = None) -> Any:
+        self.zero_grad()
+
+
+class CallsAHelper(Optimizer):
+    def step(self, closure: Any = None, only: Any = None) -> Any:
+        loss = None
+        if _exists(closure) and only is None:
+            loss = closure()
+        self.zero_grad()
+        return loss
+
+
+class UsesTheLoss(Optimizer):
+    def step(self, closure: Any = None) -> Any:
+        loss: Any = None if closure is None else closure()
+        self.size = float(loss)
+        return loss
+
+
+class CallsFirstElse(Optimizer):
+    def step(self, other: Any = 1, *, evaluate: Any = None) -> Any:
+        if evaluate is None:  # noqa: SIM108
+            loss = None
+        else:
+            loss = evaluate()
+        return loss
+
+
+class NeedsIt(Optimizer):
+    def step(self, closure: Any) -> Any:  # type: ignore[override]
+        loss = closure()
+        return loss
+
+
+class ReturnsMore(Optimizer):
+    def step(self, closure: Any = None) -> Any:
+        loss = closure() if callable(closure) else None
+        return loss, 1
+
+
+def _exists(value: Any) -> bool:
+    return value is not None
+
+
+def made(kind: type[Optimizer]) -> Any:
+    optimizer = object.__new__(kind)
+    if kind is PassesOn:
+        optimizer.inner = torch.optim.SGD(parameters())  # type: ignore[attr-defined]
+    return optimizer
 
 
 @pytest.mark.parametrize(
     "kind",
-    [torch.optim.LBFGS, CallsInTheMiddle, CallsTwice, CallsInALoop, WrapsItsClosure, Inherits, TakesBack],
+    [torch.optim.AdamW, torch.optim.SGD, CallsFirst, PassesOn, CallsAHelper, CallsFirstElse],
+)
+def test_a_closure_that_is_called_first_for_its_result_need_not_be_handed_over(kind: type[Optimizer]) -> None:
+    call = first_call(made(kind))
+    assert call is not None
+    assert call.is_only_returned
+
+
+@pytest.mark.parametrize("kind", [UsesTheLoss, NeedsIt, ReturnsMore])
+def test_the_result_of_a_closure_is_handed_over_to_a_step_that_uses_it(kind: type[Optimizer]) -> None:
+    call = first_call(made(kind))
+    assert call is not None
+    assert not call.is_only_returned
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        *(
+            torch.optim.LBFGS,
+            CallsInTheMiddle,
+            CallsTwice,
+            CallsInALoop,
+            WrapsItsClosure,
+            Inherits,
+            TakesBack,
+        ),
+        *(Ignores, Descent),
+    ],
 )
 def test_any_other_closure_is_handed_over(kind: type[Optimizer]) -> None:
-    assert not calls_closure_first(kind)
+    assert first_call(made(kind)) is None
 
 
 def test_an_installed_step_calls_its_closure_itself() -> None:
