@@ -6,12 +6,14 @@ it loses a tenth at most of what is lost plainly; or it is refused by name, and 
 
 from __future__ import annotations
 
+import typing
 import warnings
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+import typing_extensions
 from torch import Tensor
 
 import collage_fx
@@ -101,13 +103,23 @@ def kron(params: Parameters) -> tuple[Any, Any]:
 
 @program
 def muown(params: Parameters) -> tuple[Any, Any]:
+    if not hasattr(typing, "override"):  # the package is for Python 3.12
+        typing.override = typing_extensions.override  # type: ignore[attr-defined]
     module = package("emerging_optimizers.contrib.muown")
     optimizer = module.Muown([p for p in params if p.dim() == 2], lr=LR)
     return optimizer, with_gradients(optimizer)
 
 
+def geometry() -> Any:
+    """Return geoopt; its line search, which we do not use, imports names that scipy has moved."""
+    moved, public = package("scipy.optimize._linesearch"), package("scipy.optimize.linesearch")
+    for name in ("scalar_search_wolfe2", "scalar_search_armijo"):
+        setattr(public, name, getattr(moved, name))
+    return package("geoopt")
+
+
 def on_a_manifold(params: Parameters, manifold: Any, optimizer: str) -> tuple[Any, Any]:
-    geoopt = package("geoopt")
+    geoopt = geometry()
     matrices = [geoopt.ManifoldParameter(p.detach(), manifold=manifold) for p in params if p.dim() == 2]
     with torch.no_grad():
         for p in matrices:
@@ -120,7 +132,7 @@ for name in ("Sphere", "PoincareBall", "CanonicalStiefel"):
     for optimizer in ("RiemannianAdam", "RiemannianSGD"):
 
         def on_that(params: Parameters, name: str = name, optimizer: str = optimizer) -> tuple[Any, Any]:
-            return on_a_manifold(params, getattr(package("geoopt"), name)(), optimizer)
+            return on_a_manifold(params, getattr(geometry(), name)(), optimizer)
 
         PROGRAMS[f"geoopt_{optimizer}_{name}"] = on_that
 
