@@ -50,8 +50,8 @@ LISTED: tuple[Listed, ...] = (
         "torchao",
         "*::test_optim_bf16_stochastic_round_correctness*",
         "Scalars are not close",
-        "the loss after steps of 1e-5 is that of hi, which moves when the sum of the steps exceeds half an ulp; "
-        "stochastic rounding moves a part of hi at once",
+        "the loss after steps of 1e-5 is that of hi, which moves when the sum of the steps exceeds half an "
+        "ulp; stochastic rounding moves a part of hi at once",
     ),
 )
 
