@@ -24,7 +24,7 @@ SHORTENED = 3 * TEXT_WIDTH
 
 
 def section(
-    subject: str, rows: Sequence[TensorReport], other_state: int, *, full: bool, markdown: bool
+    subject: str, rows: Sequence[TensorReport], other_state: int = 0, *, full: bool, markdown: bool
 ) -> str:
     """Write heading, table, numbered explanations and totals of one subject, as text or GitHub's Markdown."""
     groups, summary = treatments(rows), summary_line(rows, other_state)

@@ -179,7 +179,7 @@ def bytes_per_parameter(rows: Sequence[TensorReport], other_state: int = 0) -> d
     Gradients, which some steps overwrite, count with their error terms alone.
 
     Args:
-        rows: of the tensors.
+        rows: table rows of the tensors.
         other_state: bytes of state without rows.
     """
     bytes_of = dict.fromkeys(Role, 0)

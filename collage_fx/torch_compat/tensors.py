@@ -109,7 +109,7 @@ def is_wrapper_class(kind: type) -> bool:
 
 
 def bytes_of(tensor: torch.Tensor) -> int:
-    """Count the bytes of a tensor's elements; of a wrapper, those of its inner tensors.
+    """Count the bytes of a tensor's elements, or of the inner tensors of a wrapper.
 
     A DTensor counts as its shard does, times the number of shards.
     """
