@@ -28,6 +28,7 @@ from collage_fx.graph import (
     find_cancellation,
     ignores_values,
     is_low_precision_tensor,
+    is_unbounded,
     judge,
     moves_as_a_parameter,
     operands_of,
@@ -104,7 +105,13 @@ class Analyze(Pass):
             verdict = judge(recurrence, fmt)
             program.states.append(StateTensor(placeholder, position, info, store, recurrence, verdict))
         find_cancellation(program)
+        exact = [
+            node
+            for i, (node, info) in enumerate(zip(inputs, program.inputs, strict=True))
+            if info.role is Role.GRADIENT and node not in stores and i not in program.already_compensated
+        ]
         for state in program.states:
+            state.is_unbounded = is_unbounded(state, exact)
             selected, state.selection = _select(program, state, flow)
             if selected:
                 state.chosen_format = program.error_format
@@ -240,7 +247,9 @@ def _select(program: StepProgram, state: StateTensor, flow: _Flow) -> tuple[bool
         return True, f"{program.strategy}: made of weights, which move by less than its last bit"
     if state.recurrence.kind is Kind.OVERWRITE and _moves_a_parameter(program, state):
         return True, "added to a parameter, and another compiled function may subtract it again"
-    if state.recurrence.kind is Kind.OVERWRITE:
+    if state.is_unbounded:
+        return True, f"{program.strategy}: no bound is known for what its rounding does"
+    if state.recurrence.kind is Kind.OVERWRITE and (program.strategy != "full" or state.info.role is not Role.STATE):
         return False, "overwritten: nothing is carried from step to step"
     if state.info.role is Role.GRADIENT:
         return _select_gradient(program, state, flow)
