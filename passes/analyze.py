@@ -110,8 +110,10 @@ class Analyze(Pass):
             for i, (node, info) in enumerate(zip(inputs, program.inputs, strict=True))
             if info.role is Role.GRADIENT and node not in stores and i not in program.already_compensated
         ]
+        paths = (each.recurrence.path for each in program.states if each.info.role is Role.PARAMETER)
+        moved = {node for path in paths for node in path}
         for state in program.states:
-            state.is_unbounded = is_unbounded(state, exact)
+            state.is_unbounded = is_unbounded(state, exact, moved)
             selected, state.selection = _select(program, state, flow)
             if selected:
                 state.chosen_format = program.error_format

@@ -46,12 +46,13 @@ aten = torch.ops.aten
 _KEEP_RELATIVE_ERROR = {aten.abs, aten.sign, aten.sqrt, aten.rsqrt, aten.reciprocal, aten.pow}
 
 
-def is_unbounded(state: StateTensor, exact: Collection[Node]) -> bool:
+def is_unbounded(state: StateTensor, exact: Collection[Node], moved: Collection[Node]) -> bool:
     """Return whether no bound is known for what rounding a state does: Note [State without a bound].
 
     Args:
         state: the state.
         exact: inputs that are numbers of the storage format.
+        moved: nodes between the old and the new value of a parameter, which an update is added to.
     """
     if state.info.role is Role.NEW:
         return any(is_matrix_product(node.target) or _factorizes(node) for node in addends_of(state))
@@ -59,13 +60,16 @@ def is_unbounded(state: StateTensor, exact: Collection[Node]) -> bool:
         return False
     if state.recurrence.kind is Kind.OVERWRITE:
         readers = reached([state.placeholder], readers_of)
-        is_known = all(map(_keeps_relative_error, readers))
+        is_known = all(_keeps_relative_error(node) or node in moved for node in readers)
         return not (_needs_no_rounding(state.stored, exact) or (readers and is_known))
     if not any(map(_is_product, addends_of(state))):
         return False
     sources = {state.placeholder, state.stored}
-    readers = {node for node in reached(sources, readers_of) if node not in (state.stored, *state.recurrence.path)}
-    return not readers or any(_mixes(node, {*readers, *sources}, sources) for node in readers)
+    own = {state.stored, *state.recurrence.path}
+    readers = reached(sources, readers_of) - own
+    same = {node for node in (*sources, *readers) if _origin(node) in sources}
+    leaves = any(user is not state.store and user not in readers | own for node in same for user in node.users)
+    return leaves or not readers or any(_mixes(node, {*readers, *sources}, sources) for node in readers)
 
 
 def addends_of(state: StateTensor) -> set[Node]:
