@@ -251,7 +251,8 @@ def _select(program: StepProgram, state: StateTensor, flow: _Flow) -> tuple[bool
         return True, "added to a parameter, and another compiled function may subtract it again"
     if state.is_unbounded:
         return True, f"{program.strategy}: no bound is known for what its rounding does"
-    if state.recurrence.kind is Kind.OVERWRITE and (program.strategy != "full" or state.info.role is not Role.STATE):
+    is_chosen = program.strategy == "full" and state.info.role is Role.STATE
+    if state.recurrence.kind is Kind.OVERWRITE and not is_chosen:
         return False, "overwritten: nothing is carried from step to step"
     if state.info.role is Role.GRADIENT:
         return _select_gradient(program, state, flow)

@@ -1,7 +1,6 @@
 """State whose rounding has no useful bound, drawn at random, against float64 on the same gradients.
 
-Averages of weights, whatever their decay, and what a step makes and multiplies with: inverse roots, projectors,
-norms, differences of moments.
+Averages of weights, whatever their decay, and matrices that a step makes and multiplies with.
 """
 
 from __future__ import annotations
@@ -48,9 +47,7 @@ def drawn_averages(seed: int, count: int = 6) -> list[tuple[Any, Any, float]]:
     """Draw ways to move, inputs, and shares between .001 and .9."""
     rng = random.Random(seed)
     low, high = math.log(0.001), math.log(0.9)
-    return [
-        (rng.choice(MOVES), rng.choice(WEIGHTS), math.exp(rng.uniform(low, high))) for _ in range(count)
-    ]
+    return [(rng.choice(MOVES), rng.choice(WEIGHTS), math.exp(rng.uniform(low, high))) for _ in range(count)]
 
 
 @torch.no_grad()
@@ -94,7 +91,9 @@ def run_averages(where: str, rules: Any, dtype: Dtype, start: Dtype, options: An
         return [optimizer.state[params[0]][i] for i in range(len(rules))]
     averages = [params[0].detach().clone() for _ in rules]
     step: Any = follow if options is None else torch.compile(follow, backend=CollageBackend(**options))
-    inputs = params if where == "function of parameters" else [p.detach().clone() for p in params]
+    inputs: Sequence[Tensor] = params
+    if where == "function":
+        inputs = [p.detach().clone() for p in params]
     for i in range(STEPS):
         for p, w in zip(inputs, weights, strict=True):
             p.data.copy_((w.double() - MOVE * 8 * i).to(start))

@@ -3,12 +3,12 @@
 Note [State without a bound]
 ----------------------------
 A moment is divided by another one, element by element: its roundoff of 2**-9 stays one of 2**-9. Two other
-kinds of state have no such bound, so they get error terms under every strategy:
+kinds of state have no such bound, so each strategy gives them error terms:
 
-* State that is *overwritten*, such as ``inverse.copy_(root(c))``, and then read by a product of matrices or in
-  a difference, or read by another step or another part of this one, which may do anything with it.
-* A *sum of products* of matrices (``c.addmm_(g, g.T)``) that is factorized or multiplied by itself, or that is
-  read elsewhere: rounding errors become singular values of their own, which an inverse root enlarges.
+* State that is *overwritten*, such as ``inverse.copy_(root(c))``, and then read by a product of matrices or
+  in a difference, or read by another step or another part of this one, which may do anything with it.
+* A *sum of products* of matrices (``c.addmm_(g, g.T)``) that is factorized or multiplied by itself, or
+  that is read elsewhere: rounding errors become singular values of their own, which an inverse root enlarges.
 """
 
 from __future__ import annotations
@@ -68,7 +68,9 @@ def is_unbounded(state: StateTensor, exact: Collection[Node], moved: Collection[
     own = {state.stored, *state.recurrence.path}
     readers = reached(sources, readers_of) - own
     same = {node for node in (*sources, *readers) if _origin(node) in sources}
-    leaves = any(user is not state.store and user not in readers | own for node in same for user in node.users)
+    leaves = any(
+        user is not state.store and user not in readers | own for node in same for user in node.users
+    )
     return leaves or not readers or any(_mixes(node, {*readers, *sources}, sources) for node in readers)
 
 
@@ -115,7 +117,9 @@ def _mixes(node: Node, dependent: Collection[Node], sources: Collection[Node]) -
 
 def _origin(node: object) -> object:
     """Return the value that a node only moves: a transpose, a view, a cast."""
-    while isinstance(node, Node) and node.op == "call_function" and (is_movement(node) or passed_operand(node)):
+    while (
+        isinstance(node, Node) and node.op == "call_function" and (is_movement(node) or passed_operand(node))
+    ):
         node = node.all_input_nodes[0]
     return node
 
