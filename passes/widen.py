@@ -9,7 +9,8 @@ Note [Products in float32]
 A product of matrices keeps its operands and its result in the storage format, as the hardware wants it: each
 rounds by 2**-9 of itself, which is little beside an update (the iterations of Muon). For state without
 a bound (Note [State without a bound] in ``graph/matrices.py``) it may be much: the roundings of an
-ill-conditioned inverse root are larger than its product with a gradient. So products are computed in float32 if such state is
+ill-conditioned inverse root are larger than its product with a gradient. So products are computed in float32
+if such state is
 made of them, or computed from them, and if they read such state or values computed from it.
 """
 

@@ -95,8 +95,8 @@ def run_averages(where: str, rules: Any, dtype: Dtype, start: Dtype, options: An
     if where == "function":
         inputs = [p.detach().clone() for p in params]
     for i in range(STEPS):
-        for p, w in zip(inputs, weights, strict=True):
-            p.data.copy_((w.double() - MOVE * 8 * i).to(start))
+        for x, w in zip(inputs, weights, strict=True):
+            x.data.copy_((w.double() - MOVE * 8 * i).to(start))
         step(averages, *inputs, rules)
     return averages
 
@@ -192,7 +192,7 @@ def run_preconditioned(
     """Run in ``dtype`` from a parameter of ``start``, compensated if there are options; return its move."""
     generator = torch.Generator().manual_seed(2)
     first = torch.randn(shape, generator=generator).to(start)
-    p = torch.nn.Parameter(first.to(dtype))
+    p = torch.nn.Parameter(first.to(dtype, copy=True))
     optimizer = Preconditioned([p], *rule)
     if options is not None:
         install(optimizer, **options)
