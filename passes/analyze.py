@@ -28,6 +28,7 @@ from collage_fx.graph import (
     find_cancellation,
     ignores_values,
     is_low_precision_tensor,
+    is_unbounded,
     judge,
     moves_as_a_parameter,
     operands_of,
@@ -109,7 +110,15 @@ class Analyze(Pass):
             made.replaces_terms = keeps_terms
             program.states.append(made)
         find_cancellation(program)
+        exact = [
+            node
+            for i, (node, info) in enumerate(zip(inputs, program.inputs, strict=True))
+            if info.role is Role.GRADIENT and node not in stores and i not in program.already_compensated
+        ]
+        paths = (each.recurrence.path for each in program.states if each.info.role is Role.PARAMETER)
+        moved = {node for path in paths for node in path}
         for state in program.states:
+            state.is_unbounded = is_unbounded(state, exact, moved)
             selected, state.selection = _select(program, state, flow)
             if selected:
                 state.chosen_format = program.error_format
@@ -251,7 +260,10 @@ def _select(program: StepProgram, state: StateTensor, flow: _Flow) -> tuple[bool
         return True, f"{program.strategy}: made of weights, which move by less than its last bit"
     if state.recurrence.kind is Kind.OVERWRITE and _moves_a_parameter(program, state):
         return True, "added to a parameter, and another compiled function may subtract it again"
-    if state.recurrence.kind is Kind.OVERWRITE:
+    if state.is_unbounded:
+        return True, f"{program.strategy}: no bound is known for what its rounding does"
+    is_chosen = program.strategy == "full" and state.info.role is Role.STATE
+    if state.recurrence.kind is Kind.OVERWRITE and not is_chosen:
         return False, "overwritten: nothing is carried from step to step"
     if state.info.role is Role.GRADIENT:
         return _select_gradient(program, state, flow)

@@ -119,6 +119,8 @@ def _why_not(program: StepProgram, state: StateTensor, divided_by: dict[Node, st
     for other in program.states:
         if other.info.role is Role.PARAMETER and new_value(other) in made_of:
             return "it is computed from a parameter's new value"
+    if state.is_unbounded:
+        return "no bound is known for what its rounding does"
     if state.is_weight_sized or state.amplification > 1:
         return "it is as large as weights, so that its rounding errors are large relative to their updates"
     return ""

@@ -3,19 +3,45 @@
 The captured graph computes in the storage format: each of its nodes rounds. This pass carries every
 low-precision value in float32 from load to store, explicitly in the graph, so that the result does not depend
 on Inductor's own choice of intermediate precision.
+
+Note [Products in float32]
+--------------------------
+A product of matrices keeps its operands and its result in the storage format, as the hardware wants it: each
+rounds by 2**-9 of itself, which is little beside an update (the iterations of Muon). For state without
+a bound (Note [State without a bound] in ``graph/matrices.py``) it may be much: the roundings of an
+ill-conditioned inverse root are larger than its product with a gradient. So products are computed in float32
+if such state is
+made of them, or computed from them, and if they read such state or values computed from it.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from collage_fx.graph import GraphEditor, Retyper, StepProgram
+from torch.fx import Node
+
+from collage_fx.graph import (
+    GraphEditor,
+    Kind,
+    Retyper,
+    Role,
+    StepProgram,
+    addends_of,
+    is_low_precision_tensor,
+    is_matrix_product,
+    operands_of,
+    reached,
+    readers_of,
+)
 from collage_fx.passes.base import Pass
 
 
 @dataclass(frozen=True)
 class Widen(Pass):
-    """Pass that turns low-precision arithmetic into float32 arithmetic; opaque operators keep their dtype."""
+    """Pass that turns low-precision arithmetic into float32 arithmetic; opaque operators keep their dtype.
+
+    Products of matrices that state is made of, or that read such state, are computed in float32.
+    """
 
     name = "widen"
     after = ("allocate",)
@@ -24,5 +50,27 @@ class Widen(Pass):
         return program.arithmetic == "wide"
 
     def run(self, program: StepProgram) -> str:
-        Retyper(GraphEditor(program.gm, self.name), rounding=False).run()
-        return "low-precision arithmetic carried in float32"
+        products = _products_of_state(program)
+        Retyper(GraphEditor(program.gm, self.name), rounding=False, also=products).run()
+        what = f", {len(products)} matrix products" if products else ""
+        return f"low-precision arithmetic{what} carried in float32"
+
+
+def _products_of_state(program: StepProgram) -> set[Node]:
+    """Return the low-precision matrix products of Note [Products in float32]."""
+    products = {
+        node
+        for node in program.gm.graph.nodes
+        if is_matrix_product(node.target) and is_low_precision_tensor(node)
+    }
+    if not products:
+        return products
+    sources = [read.placeholder for read in program.reads if read.info.role is Role.STATE]
+    found = set[Node]()
+    for state in program.states:
+        if state.is_unbounded and not state.is_weight_sized:
+            sources += [state.placeholder, state.stored]
+            found |= addends_of(state)
+            if state.recurrence.kind is Kind.OVERWRITE:
+                found |= reached([state.stored], operands_of)
+    return (found | reached(sources, readers_of)) & products

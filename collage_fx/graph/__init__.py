@@ -7,6 +7,7 @@ from collage_fx.graph.editor import GraphEditor, read_before_overwriting
 from collage_fx.graph.families import ONCE, Repetition, input_name, repeated_graph
 from collage_fx.graph.feedback import copies_read_by, fed_back, new_value
 from collage_fx.graph.invariants import verify
+from collage_fx.graph.matrices import addends_of, is_unbounded, readers_of
 from collage_fx.graph.new_tensors import results_to_inputs, values_of_weights
 from collage_fx.graph.nodes import (
     PASS_MARK,
@@ -119,6 +120,7 @@ __all__ = [
     "StepProgram",
     "Sums",
     "Unit",
+    "addends_of",
     "assignments",
     "assignments_to_stores",
     "components",
@@ -155,6 +157,7 @@ __all__ = [
     "is_number",
     "is_pointwise",
     "is_transparent",
+    "is_unbounded",
     "judge",
     "keeps_grid",
     "mark_changed",
@@ -173,6 +176,7 @@ __all__ = [
     "reached",
     "read_before_overwriting",
     "read_recurrence",
+    "readers_of",
     "repeated_graph",
     "rest",
     "restore",

@@ -29,7 +29,7 @@ Note [Averages of weights]
 A moment follows gradients, which are as large as their changes from step to step. Weights hardly change: an
 average that follows them fast (``average.lerp_(p, 0.5)``) is rounded by more than it moves, so the bound for
 moments does not hold for it. What counts is the input, not the decay. Weights are parameters, sums of numbers
-of either sign (the z of schedule-free optimizers; p itself, in a function that gets it as a plain tensor), and
+of either sign (the z of schedule-free optimizers; p itself, in a function of plain tensors), and
 tensors that the step only reads and about which nothing is known. Not a weight is a tensor that moves
 a weight by less than half of its own size: a gradient, in a function that gets it as a plain tensor.
 """

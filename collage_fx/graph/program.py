@@ -119,6 +119,8 @@ class StateTensor:
         is_weight_sized: set by ``analyze``: whether it is as large as weights, as an average of weights is.
         amplification: set by ``analyze``: factor from its noise relative to itself to its noise relative to
             a parameter's update: Note [State of the size of weights] in ``graph/cancellation.py``.
+        is_unbounded: set by ``analyze``: whether no bound is known for what its rounding does: Note [State
+            without a bound] in ``graph/matrices.py``.
         chosen_format: set by ``analyze``: the error format in which it becomes an expansion, None if it does
             not.
         selection: why it is, or is not, compensated under the chosen strategy.
@@ -144,6 +146,7 @@ class StateTensor:
     replaces_terms: bool = False
     is_weight_sized: bool = False
     amplification: float = 0.0
+    is_unbounded: bool = False
     chosen_format: ErrorFormat | None = None
     selection: str = ""
     not_packed: str = ""

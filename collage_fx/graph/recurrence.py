@@ -104,8 +104,7 @@ class _Reader:
         self._slopes: dict[Node, Slopes] = {}
 
     def path(self) -> tuple[Node, ...]:
-        """Return the nodes between the tensor's load and its store, in graph order."""
-        self.depends(self.new_value)
+        """Return the nodes between the tensor's load and its store, in order; call ``depends`` first."""
         order = {node: i for i, node in enumerate(self.placeholder.graph.nodes)}
         return tuple(
             sorted(

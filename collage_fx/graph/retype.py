@@ -9,6 +9,7 @@ every value is rounded to the storage format's grid where the original graph rou
 from __future__ import annotations
 
 import operator
+from collections.abc import Collection
 
 import torch
 from torch.fx import Node
@@ -35,11 +36,13 @@ class Retyper:
     Args:
         editor: makes the nodes.
         rounding: whether to keep the roundings (every value on its storage format's grid) or drop them.
+        also: matrix products to compute in float32; all others keep the storage dtype.
     """
 
-    def __init__(self, editor: GraphEditor, *, rounding: bool) -> None:
+    def __init__(self, editor: GraphEditor, *, rounding: bool, also: Collection[Node] = ()) -> None:
         self.editor = editor
         self.rounding = rounding
+        self.also = also
         self._float32: dict[Node, Node] = {}
         self._stored: dict[Node, Node] = {}
         self._memory: set[Node] = set()
@@ -69,7 +72,7 @@ class Retyper:
             self._visit_conversion(node)
         elif node.target is operator.getitem:
             self._visit_element(node)
-        elif is_transparent(node.target):
+        elif is_transparent(node.target) or node in self.also:
             self._visit_transparent(node)
         else:
             # Matrix products, library calls, custom operators: operands and results keep the storage dtype.

@@ -247,10 +247,80 @@ def test_what_is_not_linear_in_the_old_value_is_rounded_to_nearest() -> None:
 @pytest.mark.parametrize("is_recorded", [False, True])
 def test_state_that_is_overwritten_carries_nothing_but_in_a_recorded_step(is_recorded: bool) -> None:
     """There the new value may be made, in another part, of the old one."""
-    program = captured(lambda v, g: v.copy_(g * 0.3), "v g")
+    program = captured(lambda v, g: v.copy_(g), "v g")
     program.rounding, program.is_recorded = "dither", is_recorded
     (state,) = after(program, "analyze").states
     assert (state.chosen_format is not None) is is_recorded
+    assert not state.compensated
+
+
+def _normalized(p: Tensor, g: Tensor, s: Tensor) -> None:
+    p.sub_(g / s)
+    s.copy_(g.abs() + 0.1)
+
+
+def _multiplied(p: Tensor, g: Tensor, s: Tensor) -> None:
+    s.copy_(g @ g.t() + 0.1)
+    p.sub_(s @ g)
+
+
+def _kept_for_a_later_step(p: Tensor, g: Tensor, s: Tensor) -> None:
+    s.copy_(g / g.norm())
+    p.sub_(g)
+
+
+def _difference_of_moves(p: Tensor, g: Tensor, s: Tensor) -> None:
+    move = g / g.norm()
+    p.sub_(move - s, alpha=0.1)
+    s.copy_(move)
+
+
+def _statistics(p: Tensor, g: Tensor, s: Tensor) -> None:
+    s.lerp_(g @ g.t(), 0.1)
+    p.sub_(s @ g)
+
+
+def _last_gradient(p: Tensor, g: Tensor, s: Tensor) -> None:
+    p.sub_(g - s, alpha=0.1)
+    s.copy_(g)
+
+
+def _projected_moment(p: Tensor, g: Tensor, s: Tensor) -> None:
+    s.lerp_(g @ g.t(), 0.1)
+    p.sub_(g @ (s / (s.abs() + 1e-8)))
+
+
+@pytest.mark.parametrize("strategy", ["light", "plus", "full"])
+@pytest.mark.parametrize(
+    ("step", "is_unbounded"),
+    [
+        (_multiplied, True),
+        (_kept_for_a_later_step, True),
+        (_difference_of_moves, True),
+        (_statistics, True),
+        (_normalized, False),
+        (_last_gradient, False),
+        (_projected_moment, False),
+    ],
+)
+def test_no_known_bound_is_a_reason_for_error_terms(
+    step: Callable[..., Any], is_unbounded: bool, strategy: Strategy
+) -> None:
+    state = _state(step, "p g s", "s", strategy=strategy, shape=(4, 4))
+    assert state.compensated is (is_unbounded or strategy == "full")
+    assert ("no bound is known" in state.selection) is is_unbounded
+
+
+def _computed_from(p: Tensor, p0: Tensor, v: Tensor, g: Tensor) -> None:
+    v.mul_(0.999).add_(g, alpha=0.001)
+    p.copy_(p0 - 4 * v)
+
+
+def test_a_lossy_average_that_a_parameter_is_computed_from_is_compensated() -> None:
+    program = after(captured(_computed_from, "p p0 v g", strategy="light"), "analyze")
+    assert [state.info.symbol for state in program.compensated] == ["p", "v"]
+    (state,) = (state for state in program.states if state.info.symbol == "v")
+    assert state.selection == "light: a parameter is overwritten with a value computed from it"
 
 
 def _pulled_to_an_average(p: Tensor, g: Tensor, s: Tensor) -> None:
@@ -340,18 +410,12 @@ def _differences_of_gradients(p: Tensor, g: Tensor, s: Tensor) -> None:
     s.copy_(g)
 
 
-def _average_that_is_not_read(p: Tensor, g: Tensor, s: Tensor) -> None:
-    p.sub_(g, alpha=1e-4)
-    s.lerp_(p, 0.5)
-
-
 @pytest.mark.parametrize(
     "step",
     [
         _weight_decay_in_a_moment,
         _nesterov_with_weight_decay,
         _differences_of_gradients,
-        _average_that_is_not_read,
     ],
 )
 def test_state_that_no_update_is_a_small_difference_of_is_not(step: Callable[..., Any]) -> None:
@@ -368,4 +432,70 @@ def test_the_last_parameter_is_a_copy_of_what_has_error_terms() -> None:
         p.sub_(g, alpha=1e-4)
 
     state = _state(step, "p g s", "s", strategy="light")
-    assert state.selection == "a copy of a tensor with error terms"
+    assert state.selection == "light: made of weights, which move by less than its last bit"
+
+
+def _average_that_is_not_read(p: Tensor, g: Tensor, s: Tensor) -> None:
+    p.sub_(g, alpha=1e-4)
+    s.lerp_(p, 0.5)
+
+
+def _average_of_an_average(p: Tensor, g: Tensor, a: Tensor, s: Tensor) -> None:
+    p.sub_(g, alpha=1e-4)
+    a.lerp_(p, 0.5)
+    s.copy_(0.5 * s + 0.5 * a)
+
+
+def _sum_of_weights(p: Tensor, g: Tensor, s: Tensor) -> None:
+    p.sub_(g, alpha=1e-4)
+    s.add_(p)
+
+
+def _mean_of_three(p: Tensor, x: Tensor, y: Tensor, s: Tensor) -> None:
+    s.copy_((p + x + y) / 3)
+
+
+def _of_a_plain_tensor(s: Tensor, x: Tensor) -> None:
+    s.lerp_(x.detach().clone() * 0.999, 0.9)
+
+
+def _of_a_sum(x: Tensor, y: Tensor, s: Tensor) -> None:
+    """A step on plain tensors: x sums what y moves it by."""
+    x.sub_(y, alpha=1e-4)
+    s.lerp_(x, 0.5)
+
+
+@pytest.mark.parametrize("strategy", ["light", "plus", "full"])
+@pytest.mark.parametrize(
+    ("step", "symbols"),
+    [
+        (_average_that_is_not_read, "p g s"),
+        (_average_of_an_average, "p g a s"),
+        (_sum_of_weights, "p g s"),
+        (_mean_of_three, "p x y s"),
+        (_of_a_plain_tensor, "s x"),
+        (_of_a_sum, "x y s"),
+    ],
+)
+def test_state_made_of_weights_is_compensated_whatever_its_decay(
+    step: Callable[..., Any], symbols: str, strategy: Strategy
+) -> None:
+    assert _state(step, symbols, "s", strategy=strategy).compensated
+
+
+def _momentum_of_plain_tensors(x: Tensor, y: Tensor, s: Tensor) -> None:
+    s.lerp_(y, 0.1)
+    x.sub_(s, alpha=1e-4)
+
+
+def _momentum_with_much_weight_decay(p: Tensor, g: Tensor, s: Tensor) -> None:
+    s.lerp_(g + 0.5 * p, 0.1)
+    p.sub_(s, alpha=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("step", "symbols"),
+    [(_momentum_of_plain_tensors, "x y s"), (_momentum_with_much_weight_decay, "p g s")],
+)
+def test_a_moment_is_told_from_an_average_of_weights(step: Callable[..., Any], symbols: str) -> None:
+    assert not _state(step, symbols, "s").compensated

@@ -105,6 +105,25 @@ def test_a_radicand_that_may_become_negative_is_left_alone() -> None:
     assert "the radicand" in why_not(program, "v")
 
 
+def test_only_what_a_divisor_is_computed_from_is_left_alone() -> None:
+    def step(p: Tensor, g: Tensor, m: Tensor, n: Tensor) -> None:
+        m.lerp_(g, 0.1)
+        n.lerp_(g, 0.05)
+        p.addcdiv_(m, n + 1e-8, value=-1e-3)
+
+    assert formats(packed(step, "p g m n")) == {"m": "block8", "n": ""}
+
+
+def test_state_without_a_bound_is_left_alone() -> None:
+    def step(p: Tensor, g: Tensor, s: Tensor) -> None:
+        s.copy_(g @ g.t())
+        p.sub_(s @ g, alpha=1e-3)
+
+    program = packed(step, "p g s")
+    assert formats(program) == {"s": ""}
+    assert why_not(program, "s") == "no bound is known for what its rounding does"
+
+
 def divided(p: Tensor, g: Tensor, m: Tensor) -> None:
     m.lerp_(g, 0.1)
     p.addcdiv_(g, m + 1e-8, value=-1e-3)

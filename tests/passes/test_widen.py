@@ -1,5 +1,7 @@
 """Low-precision arithmetic carried in float32, and what has to keep its dtype."""
 
+from collections.abc import Callable
+
 import torch
 from expecttest import assert_expected_inline
 from torch import Tensor
@@ -27,7 +29,7 @@ return None""",
 
 def test_explicit_casts_and_constants_follow() -> None:
     def step(m: Tensor, g: Tensor) -> None:
-        m.copy_((g.float() * 0.3).to(torch.bfloat16) + torch.full_like(m, 0.1))
+        m.mul_(0.5).add_((g.float() * 0.3).to(torch.bfloat16) + torch.full_like(m, 0.1))
 
     program = after(captured(step, "m g", strategy="light"), "widen")
     dtypes = [node.meta["val"].dtype for node in program.gm.graph.nodes if node.op == "call_function"]
@@ -38,13 +40,41 @@ def test_explicit_casts_and_constants_follow() -> None:
 
 
 def test_matrix_products_keep_the_storage_dtype() -> None:
-    def step(m: Tensor, g: Tensor) -> None:
-        m.add_((g * 0.5) @ g)
+    def step(p: Tensor, g: Tensor) -> None:
+        p.add_((g * 0.5) @ g)
 
-    program = after(captured(step, "m g", shape=(4, 4)), "widen")
-    (product,) = [node for node in program.gm.graph.nodes if node.target is torch.ops.aten.mm.default]
-    assert product.meta["val"].dtype == torch.bfloat16
-    assert all(arg.meta["val"].dtype == torch.bfloat16 for arg in product.args)
+    assert dtypes_of_products(step, "p g") == [torch.bfloat16]
+
+
+def dtypes_of_products(step: Callable[..., None], symbols: str) -> list[torch.dtype]:
+    program = after(captured(step, symbols, shape=(4, 4)), "widen")
+    products = [node for node in program.gm.graph.nodes if node.target is torch.ops.aten.mm.default]
+    dtypes = [product.meta["val"].dtype for product in products]
+    assert dtypes == [arg.meta["val"].dtype for product in products for arg in product.args[:1]]
+    return dtypes
+
+
+def test_products_of_state_without_a_bound_are_computed_in_float32() -> None:
+    def preconditioned(p: Tensor, g: Tensor, c: Tensor, inverse: Tensor) -> None:
+        c.add_(g @ g.t())
+        root = c / c.norm()
+        inverse.copy_(root @ (2 * root - root @ root))
+        p.sub_(g @ inverse)
+
+    assert dtypes_of_products(preconditioned, "p g c inverse") == [torch.float32] * 4
+
+
+def test_products_of_a_moment_keep_the_storage_dtype() -> None:
+    """Muon: its iterations start from the momentum."""
+
+    def orthogonalized(p: Tensor, g: Tensor, m: Tensor) -> None:
+        m.mul_(0.95).add_(g)
+        x = m / m.norm()
+        for _ in range(2):
+            x = 1.5 * x - 0.5 * (x @ x.t()) @ x
+        p.sub_(x)
+
+    assert dtypes_of_products(orthogonalized, "p g m") == [torch.bfloat16] * 4
 
 
 def test_comparisons_and_wider_tensors() -> None:
@@ -77,7 +107,7 @@ def test_what_is_chosen_is_compared_with_unrounded_values() -> None:
 
 def test_the_next_number_is_one_of_the_storage_format() -> None:
     def step(m: Tensor, g: Tensor) -> None:
-        m.copy_(torch.nextafter(g, 2 * g) - g)
+        m.mul_(0.5).add_(torch.nextafter(g, 2 * g) - g)
 
     program = after(captured(step, "m g", strategy="light"), "widen")
     m, g = torch.zeros(4, dtype=torch.bfloat16), torch.ones(4, dtype=torch.bfloat16)
