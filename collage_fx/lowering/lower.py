@@ -168,7 +168,7 @@ def step_in_parts(program: StepProgram) -> StepInParts | Reason:
 
 
 def _unless_it_fails(program: StepProgram, name: str, step: Callable[[_T], _T], given: _T) -> _T:
-    """Return the result of a step that only saves time; what it was given, and a note, if the step fails."""
+    """Return the result of a step that only saves time; its input, and a note, if the step fails."""
     try:
         return step(given)
     except CollageError:

@@ -133,7 +133,7 @@ def _transposed(node: Node) -> Node | None:
 
 
 def _strides(node: Node) -> list[int]:
-    """Return the strides of a tensor, without those of dimensions of one element, which may be any number."""
+    """Return the strides of all dimensions of more than one element; the other strides may be any numbers."""
     value = tensor_value(node)
     if value is None:
         return []

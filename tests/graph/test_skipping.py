@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from collage_fx import error_terms, full_value, install
 from collage_fx.graph.nodes import placeholders
 from collage_fx.graph.program import Kind, StepProgram
 from tests.support.float_bits import same_bits, ulp
@@ -292,3 +293,48 @@ def test_elements_without_a_step_keep_all_bits_and_others_take_it(
             assert same_bits(one, new)[holds].all()
         else:
             assert same_bits(one, new).all()
+
+
+class Masked(torch.optim.Optimizer):
+    """Descent by a power of two, of the elements that a mask for each parameter selects."""
+
+    def __init__(self, params: Sequence[torch.nn.Parameter], masks: Sequence[Tensor]) -> None:
+        super().__init__(params, {})
+        self.masks = masks
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        for p, mask in zip(self.param_groups[0]["params"], self.masks, strict=True):
+            p.copy_(torch.where(mask, p - 2.0**-10 * p.grad, p))
+
+
+#: Error format -> rounding error of a step, relative to the value: float32's ulp, and 2**-8 of bfloat16's.
+UNITS = {"exact": 2.0**-23, "byte": 2.0**-15}
+
+
+@pytest.mark.parametrize("error_format", UNITS)
+def test_an_installed_step_leaves_frozen_rows_columns_and_elements(error_format: str) -> None:
+    """The masks are turned after eight steps, so that frozen elements have error terms."""
+    draw = torch.Generator().manual_seed(0)
+    masks = [torch.rand(size, generator=draw) > 0.4 for size in ((16, 1), (8,), SHAPE, (1, 1), ())]
+    params = [torch.nn.Parameter(torch.randn(SHAPE, generator=draw).bfloat16()) for _ in masks]
+    wide = [p.detach().double() for p in params]
+    optimizer = install(Masked(params, masks), error_format=error_format)  # type: ignore[arg-type]
+    for i in range(16):
+        if i == 8:
+            before = [[p.detach().clone(), *(term.clone() for term in error_terms(p))] for p in params]
+            for mask in masks:
+                mask.logical_not_()
+        for p, exact, mask in zip(params, wide, masks, strict=True):
+            p.grad = torch.randn(SHAPE, generator=draw).bfloat16()
+            exact.copy_(torch.where(mask, exact - 2.0**-10 * p.grad.double(), exact))
+        optimizer.step()
+    for p, exact, mask, old in zip(params, wide, masks, before, strict=True):
+        assert float((full_value(p) - exact).abs().max()) <= 16 * UNITS[error_format] * float(
+            exact.abs().max()
+        )
+        frozen = ~mask.expand(SHAPE)
+        for kept, now in zip(old, [p.detach(), *error_terms(p)], strict=True):
+            assert same_bits(kept, now)[frozen].all()
+        if frozen.any():
+            assert old[1][frozen].any()
