@@ -59,6 +59,7 @@ from collage_fx.graph import (
     GraphEditor,
     InputInfo,
     Reason,
+    Reasons,
     Repetition,
     Role,
     Route,
@@ -654,7 +655,13 @@ class Compilation:
             }
             of_results = {result: (index, layouts[index]) for result, index in made_anew.items()}
             made = made._replace(step=MakingStep(made.step, of_results))
-        why = (*not_taken(("by family", not_by_family)), *made.reasons)
+        left_out = {str(failed): failed for failed in program.left_out}
+        for failed in left_out.values():
+            raise_or_warn(self.backend, failed, strict=False)
+        without: Reasons = tuple(
+            ("with every pass", Reason(each.met, each.where)) for each in left_out.values()
+        )
+        why = (*not_taken(("by family", not_by_family)), *made.reasons, *without)
         report = GraphReport(
             captured=before,
             repetition=repetition,

@@ -305,7 +305,8 @@ class FailedPassError(CollageError):
     """A pass raised an exception, whose traceback this error has.
 
     It is a bug in collage_fx, unless the pass is your own. The message names the pass and the line; the
-    traceback shows the frames of the pass. Nothing has been compiled or executed.
+    traceback shows the frames of the pass. Nothing has been compiled or executed. If the pass only saves time
+    or memory (its ``optional`` is True), this is only a warning: the step is compiled without the pass.
 
     What to do: fix a pass of your own at the line that the message names (``docs/writing-a-pass.md``).
     Otherwise it is a bug; please report the traceback, and the graphs up to that pass, which
@@ -315,16 +316,18 @@ class FailedPassError(CollageError):
 
     code = "CFX015"
 
-    def __init__(self, name: str, error: Exception) -> None:
+    def __init__(self, name: str, error: Exception, *, optional: bool = False) -> None:
         at = traceback.extract_tb(error.__traceback__)[-1]
+        without = ". The step is compiled without it, and has the same results" if optional else ""
         super().__init__(
-            f"the pass {name} failed with {type(error).__name__}: {error}",
+            f"the pass {name} failed with {type(error).__name__}: {error}{without}",
             where=f"{at.filename}:{at.lineno} in {at.name}",
             remedy="if the pass is your own, fix it there; otherwise this is a bug in collage_fx: please "
             "report it with the graph (COLLAGE_FX_DUMP=directory writes it)",
         )
         assert error.__traceback__ is not None
-        self.frames = error.__traceback__.tb_next  # without that of the function that has caught it
+        # Without the frame of the function that has caught it. A warning keeps no frames, and so no tensors.
+        self.frames = None if optional else error.__traceback__.tb_next
 
 
 class UnsupportedTorchError(CollageError):

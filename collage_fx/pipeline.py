@@ -149,7 +149,8 @@ def run_pipeline(
         observe: function called after each pass.
 
     Raises:
-        FailedPassError: a pass raised an exception that is not a :class:`~collage_fx.errors.CollageError`.
+        FailedPassError: a pass raised an exception that is not a :class:`~collage_fx.errors.CollageError`. An
+            optional pass is left out instead, and ``program.left_out`` says so.
         GraphInvariantError: a pass left a graph that breaks an invariant.
     """
     compensated = False
@@ -157,12 +158,18 @@ def run_pipeline(
         if not each.applies_to(program):
             continue
         earlier = set(program.gm.graph.nodes)
+        go_back = program.spare() if each.optional else None
         try:
             summary = each.run(program)
         except CollageError:
             raise
         except Exception as error:
-            raise FailedPassError(each.name, error) from error
+            failed = FailedPassError(each.name, error, optional=each.optional)
+            if go_back is None:
+                raise failed from error
+            go_back()
+            program.left_out.append(failed)
+            summary = f"left out: {failed.met}"
         mark_new_nodes(program.gm.graph, earlier, made_by=each.name)
         compensated = compensated or isinstance(each, (CompensateWide, CompensateNative))
         verify(program, after=each.name, compensated=compensated)

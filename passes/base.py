@@ -24,6 +24,9 @@ class Pass(ABC):
     #: True, the pass gets the graph of one member of each family of equal updates, and its result is repeated
     #: for all members. If False, the pass gets the whole graph: compiling takes longer, the bits are equal.
     by_family: ClassVar[bool] = False
+    #: Whether the pass only saves time or memory, and changes nothing but the graph and the records of its
+    #: tensors. If it raises, the backend warns once, and goes on with the graph before it.
+    optional: ClassVar[bool] = False
 
     def applies_to(self, program: StepProgram) -> bool:
         """Return whether the pass has work to do for the program's strategy and arithmetic."""

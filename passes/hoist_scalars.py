@@ -24,6 +24,7 @@ class HoistScalars(Pass):
 
     name = "hoist-scalars"
     after = ("pin-roundings",)
+    optional = True
 
     def run(self, program: StepProgram) -> str:
         editor = GraphEditor(program.gm, self.name)

@@ -9,14 +9,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from collage_fx import CollageBackend, backend_for
+from collage_fx import CollageBackend, backend_for, error_terms
 from collage_fx.capture.recording import is_recorded
 from collage_fx.errors import FailedPassError, InvalidOptionError
 from collage_fx.graph.nodes import PASS_MARK, copies_to_inputs
 from collage_fx.graph.program import StepProgram
 from collage_fx.pipeline import PIPELINE, Pass, inserted, run_pipeline
 from tests.support.programs import captured, moving_average
-from tests.support.training import Descent, parameters, run_steps
+from tests.support.substitutes import failing_steps_of_the_lowering
+from tests.support.training import Descent, parameters, run_steps, set_gradients
 
 
 @dataclass(frozen=True)
@@ -126,3 +127,70 @@ def test_one_that_fails_is_named_with_the_line_and_nothing_is_changed() -> None:
         run_steps(torch.compile(optimizer.step, backend=backend), params, [0])
     assert all(map(torch.equal, params, before))
     assert not is_recorded(optimizer)
+
+
+@dataclass(frozen=True)
+class Spoils(Halve):
+    """Pass that has changed graph and records when it fails."""
+
+    name = "spoils"
+    by_family = True
+    optional = True
+
+    def run(self, program: StepProgram) -> str:
+        super().run(program)
+        for state in program.states:
+            state.placeholder, state.auxiliaries, state.selection = state.store, (), "spoiled"
+        program.rounded_at_random.clear()
+        raise ZeroDivisionError("in the middle")
+
+
+def adamw_steps(backend: CollageBackend) -> list[Tensor]:
+    """Return the parameters and error terms after four steps of AdamW."""
+    torch._dynamo.reset()
+    params = parameters()
+    step = torch.compile(torch.optim.AdamW(params, lr=1e-3).step, backend=backend)
+    for seed in range(4):
+        set_gradients(params, seed)
+        step()
+    return [each.detach() for p in params for each in (p, *error_terms(p))]
+
+
+@pytest.mark.parametrize("before", ["analyze", "compensate-wide", "hoist-scalars"])
+def test_an_optional_pass_that_fails_is_left_out_with_a_warning(before: str) -> None:
+    passes = inserted(Spoils(), before=before)
+    backend = CollageBackend(passes=passes)
+    with pytest.warns(UserWarning, match=MET) as warned:
+        results = adamw_steps(backend)
+    assert len(warned) == 1
+    assert all(map(torch.equal, results, adamw_steps(CollageBackend())))
+    (graph,) = backend.report().graphs
+    assert "not with every pass: the pass spoils failed" in "".join(graph.route.explained())
+    assert next(text for name, text in graph.passes if name == "spoils").startswith("left out: ")
+
+
+#: Text of the warning.
+MET = (
+    r"the pass (spoils|in-order-of-memory|in-stacks) failed with ZeroDivisionError: in the middle. "
+    "The step is compiled without it"
+)
+
+
+def test_a_step_of_the_lowering_that_fails_is_left_out_with_a_warning() -> None:
+    expected = adamw_steps(CollageBackend())
+    backend = CollageBackend()
+    with (
+        failing_steps_of_the_lowering(ZeroDivisionError("in the middle")),
+        pytest.warns(UserWarning, match=MET) as warned,
+    ):
+        results = adamw_steps(backend)
+    assert {str(each.message).partition(" failed")[0] for each in warned} == {
+        "collage_fx: the pass in-order-of-memory",
+        "collage_fx: the pass in-stacks",
+    }
+    assert all(map(torch.equal, results, expected))
+    assert [way for way, _ in backend.report().graphs[0].route.reasons][-2:] == ["with every pass"] * 2
+
+
+def test_only_passes_that_save_time_are_optional() -> None:
+    assert [each.name for each in PIPELINE if each.optional] == ["hoist-scalars"]

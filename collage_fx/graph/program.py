@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.fx import GraphModule, Node
 
 from collage_fx.choices import Arithmetic, Changes, Rounding, Strategy
+from collage_fx.errors import FailedPassError
 from collage_fx.graph.families import Repetition
 from collage_fx.graph.nodes import copies_to_inputs, copy_of, placeholders, stored, tensor_value
 from collage_fx.numerics import ErrorFormat, FloatFormat, storage_format
@@ -277,6 +278,7 @@ class StepProgram:
         states: set by ``analyze``.
         reads: set by ``allocate``.
         rows: tensors of the rows that ``measure`` has added as inputs.
+        left_out: failures of optional passes and steps of the lowering, without which the step is compiled.
     """
 
     gm: GraphModule
@@ -301,6 +303,7 @@ class StepProgram:
     states: list[StateTensor] = field(default_factory=list)
     reads: list[ReadExpansion] = field(default_factory=list)
     rows: Sequence[torch.Tensor] = ()
+    left_out: list[FailedPassError] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.repetition = self.repetition or Repetition.whole(len(self.infos))
@@ -363,6 +366,28 @@ class StepProgram:
         for state in self.states:
             state.placeholder = inputs[state.position]
             state.store = stores[state.placeholder]
+
+    def spare(self) -> Callable[[], None]:
+        """Copy the graph; return a function that goes back to the copy, with all tensors as they are now."""
+        gm, states, reads = copy_of(self.gm), [*map(replace, self.states)], [*map(replace, self.reads)]
+        copies = dict(zip(self.gm.graph.nodes, gm.graph.nodes, strict=True))
+
+        def copied(value: Any) -> Any:
+            if isinstance(value, Recurrence):
+                return replace(value, path=copied(value.path))
+            return tuple(map(copied, value)) if isinstance(value, tuple) else copies.get(value, value)
+
+        def moved(each: Any) -> Any:
+            changes = {
+                name: copied(value) for name, value in vars(each).items() if not isinstance(value, list)
+            }
+            return replace(each, **changes)
+
+        def go_back() -> None:
+            self.gm, self.states, self.reads = gm, [*map(moved, states)], [*map(moved, reads)]
+            self.rounded_at_random = {copies[node] for node in self.rounded_at_random}
+
+        return go_back
 
     @property
     def expansions(self) -> list[StateTensor | ReadExpansion]:

@@ -13,7 +13,7 @@ from torch.fx import Node
 Unit = Literal["by family", "in parts", "whole", "as captured", "operation by operation"]
 
 #: Ways of compiling that make a step faster, from the largest gain to the smallest.
-Way = Literal["by family", "in parts", "in one call for all tensors", "by the usual code"]
+Way = Literal["by family", "in parts", "in one call for all tensors", "by the usual code", "with every pass"]
 WAYS: tuple[Way, ...] = get_args(Way)
 
 

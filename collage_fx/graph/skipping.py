@@ -1,12 +1,12 @@
-"""Steps that a condition may skip: ``where(found_inf, old, new)`` in front of a store.
+"""Steps that a condition may skip, as a whole or for some elements: ``where(skip, old, new)`` before a store.
 
 Note [Skipped steps]
 --------------------
-A loss scaler skips a step whose gradients have overflowed, and some optimizers do so themselves. The step is
-computed all the same, and every tensor is set to either its old or its new value. With an error term each of
-the two is ``hi + lo``. A tensor whose step is skipped must keep both parts, bit for bit: if the old value
-were joined, chosen and split again, it could become another pair (hi, lo) of the same value, where lo is half
-an ulp of an odd hi.
+A loss scaler skips a step whose gradients have overflowed, and some optimizers do so themselves. Others skip
+it for the elements, rows or columns of a mask. The step is computed all the same, and every element is set to
+either its old or its new value. With an error term each of the two is ``hi + lo``. An element whose step is
+skipped must keep both parts, bit for bit: if the old value were joined, chosen and split again, it could
+become another pair (hi, lo) of the same value, where lo is half an ulp of an odd hi.
 
 So a compensating pass removes the choice (:func:`set_aside`), rewrites the step as if it were always taken,
 and puts the choice in front of the stores of all parts (:func:`restore`). The effect of a step on a tensor's
@@ -16,13 +16,23 @@ average's roundoff comes from the steps that are taken.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 
 import torch
 from torch.fx import Node
 
 from collage_fx.graph.editor import GraphEditor
-from collage_fx.graph.nodes import copies_to_inputs, has_elements, is_number, operands_of, reached, stored, unconverted
+from collage_fx.graph.nodes import (
+    copies_to_inputs,
+    has_elements,
+    is_number,
+    operands_of,
+    reached,
+    stored,
+    unconverted,
+)
 from collage_fx.graph.operator_facts import passed_operand
 from collage_fx.graph.program import StateTensor
 
@@ -50,44 +60,56 @@ class Skip:
 
 
 def unless_skipped(placeholder: Node, new_value: Node) -> Node:
-    """Return the new value of ``placeholder`` in a step that is not skipped."""
-    skip = _skip(placeholder, new_value)
-    return new_value if skip is None else skip.changed
+    """Return the new value of ``placeholder`` in a step, or for an element, that is not skipped."""
+    skips = _skips(placeholder, new_value)
+    return skips[-1].changed if skips else new_value
 
 
-def set_aside(state: StateTensor) -> Skip | None:
-    """Replace ``store(where(skip, old, new))`` by ``store(new)``; return the skip, None if there is none."""
-    skip = _skip(state.placeholder, unconverted(state.stored))
-    if skip is not None and not (is_number(skip.condition) or state.error_format.is_elementwise):
-        return None  # kept and changed elements of a block share a scale
-    if skip is not None:
-        state.store.args = (state.placeholder, skip.changed, *state.store.args[2:])
-    return skip
+def set_aside(state: StateTensor) -> Sequence[Skip]:
+    """Replace ``store(where(skip, old, new))`` by ``store(new)``; return the skips, the outer one first.
+
+    Elements of a block share a scale, so that there only a condition for the whole tensor is set aside.
+    """
+    by_element = state.error_format.is_elementwise
+    found = _skips(state.placeholder, unconverted(state.stored))
+    skips = [*takewhile(lambda skip: by_element or is_number(skip.condition), found)]
+    if skips:
+        state.store.args = (state.placeholder, skips[-1].changed, *state.store.args[2:])
+    return skips
 
 
-def intend(editor: GraphEditor, state: StateTensor, skip: Skip | None) -> None:
+def intend(editor: GraphEditor, state: StateTensor, skips: Sequence[Skip]) -> None:
     """Set the intended value of a tensor that is measured: its old value in a skipped step.
 
     Call it when the graph is finished: nothing reads the intended value unless the step is measured.
     """
-    if skip is not None and state.intended is not None:
+    if skips and state.intended is not None:
         with editor.graph.inserting_before(state.store):
             (old,) = editor.inline(state.error_format.join, state.placeholder, *state.auxiliaries)
-            state.intended = skip.between(editor, old, state.intended)
+            for skip in reversed(skips):
+                state.intended = skip.between(editor, old, state.intended)
 
 
-def restore(editor: GraphEditor, state: StateTensor, skip: Skip | None) -> None:
-    """Put the choice between old and new value in front of the stores of all parts of a tensor."""
-    if skip is None:
-        return
+def restore(editor: GraphEditor, state: StateTensor, skips: Sequence[Skip]) -> None:
+    """Put the choices between old and new value in front of the stores of all parts of a tensor.
+
+    A condition for each element does not concern a count, which is 0-d: the step is taken for some elements.
+    """
     stores = copies_to_inputs(editor.graph)
-    parts = state.written if state.packed else (state.placeholder, *state.written)
-    for part in parts:
-        if not (is_number(skip.condition) or has_elements(part)):
-            continue  # a count, which some elements' step advances
+    for part in state.written if state.packed else (state.placeholder, *state.written):
         store = stores[part]
         with editor.graph.inserting_before(store):
-            store.args = (part, skip.between(editor, part, stored(store)), *store.args[2:])
+            for skip in reversed(skips):
+                if has_elements(part) or is_number(skip.condition):
+                    store.args = (part, skip.between(editor, part, stored(store)), *store.args[2:])
+
+
+def _skips(placeholder: Node, new_value: Node) -> list[Skip]:
+    """Return the choices between old and new value that compute a new value, the outer one first."""
+    skips: list[Skip] = []
+    while (skip := _skip(placeholder, skips[-1].changed if skips else new_value)) is not None:
+        skips.append(skip)
+    return skips
 
 
 def _skip(placeholder: Node, new_value: Node) -> Skip | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -11,7 +11,13 @@ from torch.fx import Graph, GraphModule
 
 from collage_fx.choices import Arithmetic
 from collage_fx.codegen import REVISION
-from collage_fx.errors import FailedLoweringError, InvalidOptionError, warn
+from collage_fx.errors import (
+    CollageError,
+    FailedLoweringError,
+    FailedPassError,
+    InvalidOptionError,
+    warn,
+)
 from collage_fx.graph import (
     WAYS,
     InputInfo,
@@ -36,8 +42,11 @@ from collage_fx.graph import (
 from collage_fx.lowering.attempts import Attempt, compile_somehow, interpreted
 from collage_fx.lowering.schedule import lower_in_parts, repeated
 from collage_fx.lowering.stacks import in_stacks
+from collage_fx.lowering.transposes import in_order_of_memory
 from collage_fx.runtime import CompensatedStep, Expected, Kernel, Plan, StepInParts, bind
 from collage_fx.torch_compat import FREEZES_NUMBERS, add_to_cache_key, inductor_config, local_tensor
+
+_T = TypeVar("_T")
 
 #: Nodes of a kernel, of which Inductor takes 64.
 MOST_NODES = 1024
@@ -151,10 +160,24 @@ def lower(
 def step_in_parts(program: StepProgram) -> StepInParts | Reason:
     """Compile a program's graph part by part, for all members of its families, or return why not."""
     with inductor_config.patch(_settings(program)):
-        plan = lower_in_parts(program.gm, always=not program.repetition.is_whole)
+        gm = _unless_it_fails(program, "in-order-of-memory", in_order_of_memory, program.gm)
+        plan = lower_in_parts(gm, always=not program.repetition.is_whole)
         if isinstance(plan, Plan):
             plan = repeated(plan, program.extended)
-        return plan if isinstance(plan, Reason) else StepInParts(in_stacks(plan))
+        if isinstance(plan, Reason):
+            return plan
+        return StepInParts(_unless_it_fails(program, "in-stacks", in_stacks, plan))
+
+
+def _unless_it_fails(program: StepProgram, name: str, step: Callable[[_T], _T], given: _T) -> _T:
+    """Return the result of a step that only saves time; its input, and a note, if the step fails."""
+    try:
+        return step(given)
+    except CollageError:
+        raise
+    except Exception as error:
+        program.left_out.append(FailedPassError(name, error, optional=True))
+        return given
 
 
 def why_not_compiled(graph: Graph, *, is_recorded: bool, is_compiled: bool = True) -> Reason | None:

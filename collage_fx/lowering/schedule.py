@@ -25,7 +25,6 @@ from collage_fx.lowering.islands import cut
 from collage_fx.lowering.kernels import kernel_of
 from collage_fx.lowering.parts import Part, parts_of
 from collage_fx.lowering.rules import Rule, rule_of, samples_first
-from collage_fx.lowering.transposes import in_order_of_memory
 from collage_fx.runtime import HOST, NO_MEMBER, Call, Kernel, Plan, ValueIndex, bytes_of, in_rounds, limit_on
 from collage_fx.torch_compat import InductorFault, inductor_config, pytree
 
@@ -43,7 +42,6 @@ def lower_in_parts(gm: GraphModule, *, always: bool = False) -> Plan | Reason:
         gm: the rewritten graph.
         always: also where no two parts of the graph are equal.
     """
-    gm = in_order_of_memory(gm)
     rules = rules_of(gm, always=always)
     if isinstance(rules, Reason):
         return rules

@@ -8,7 +8,7 @@ view, with its elements in another order in memory than the parameter's.
   Sums of all elements of a view are sums of the tensor.
 * An elementwise operation of a view and of tensors in the usual order would not be flat (Note [One kernel for
   equal parts] in ``rules.py``). There the view is copied, once.
-* A result of the graph keeps its own order: whoever called the graph was promised it. A value in another order
+* A result of the graph keeps its order, which its reader was promised. A value that is not in the usual order
   is copied before it is viewed in another shape.
 """
 
@@ -22,12 +22,14 @@ from torch.fx import GraphModule, Node
 
 from collage_fx.graph import GraphEditor, copy_of, is_copy_to_input, is_elementwise, is_number, tensor_value
 from collage_fx.lowering.rules import is_total
-from collage_fx.torch_compat import OpOverload
 
 aten = torch.ops.aten
 
 #: Views of a tensor with its dimensions in another order.
 TRANSPOSES = (aten.permute.default, aten.t.default, aten.transpose.int)
+
+#: Views of a tensor in another shape or dtype, which do not exist for each order in memory.
+RESHAPES = (aten.view.default, aten._unsafe_view.default, aten.view.dtype)
 
 
 def in_order_of_memory(gm: GraphModule) -> GraphModule:
@@ -105,8 +107,7 @@ class _Rewriter:
 
     def _not_viewed(self, node: Node) -> list[Node]:
         """Return the operands that a view in another shape might not accept in their order in memory."""
-        is_view = isinstance(node.target, OpOverload) and node.target.is_view and node.target not in TRANSPOSES
-        operands = node.all_input_nodes if is_view else []
+        operands = node.all_input_nodes if node.target in RESHAPES else []
         return [each for each in operands if not each.meta["val"].is_contiguous()]
 
     def _as_promised(self, value: Node, like: Node) -> Node:
@@ -132,9 +133,11 @@ def _transposed(node: Node) -> Node | None:
 
 
 def _strides(node: Node) -> list[int]:
-    """Return the strides of a tensor, without those of dimensions of one element, which may be any number."""
+    """Return the strides of all dimensions of more than one element; the other strides may be any numbers."""
     value = tensor_value(node)
-    return [] if value is None else [n for n, size in zip(value.stride(), value.shape, strict=True) if size != 1]
+    if value is None:
+        return []
+    return [stride for stride, size in zip(value.stride(), value.shape, strict=True) if size != 1]
 
 
 def _order(view: Node) -> list[int]:
@@ -154,8 +157,11 @@ def _orders_cancel(inner: Node, outer: Node) -> bool:
 
 
 def _elements(node: Node) -> list[Node]:
-    """Return the operands of an elementwise operation but for numbers, if they have its shape."""
-    if not is_elementwise(node):
+    """Return the operands of an elementwise operation but for numbers, if they have its shape.
+
+    A copy in the usual order is made in no other order.
+    """
+    if not is_elementwise(node) or node.kwargs.get("memory_format") is torch.contiguous_format:
         return []
     operands = [each for each in node.all_input_nodes if not is_number(each)]
     shape = node.meta["val"].shape

@@ -1,14 +1,19 @@
-"""A step that a condition skips leaves every bit as it is, and is otherwise the step without condition."""
+"""A step that a condition skips leaves every bit as it is, and is otherwise the step without condition.
+
+The condition is one for the whole tensor, or one for each element, row or column.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
+from collage_fx import error_terms, full_value, install
+from collage_fx.graph.nodes import placeholders
 from collage_fx.graph.program import Kind, StepProgram
 from tests.support.float_bits import same_bits, ulp
 from tests.support.programs import after, captured
@@ -180,3 +185,156 @@ def rewritten_as(function: Step, arithmetic: tuple[Any, str]) -> StepProgram:
         ),
         "hoist-scalars",
     )
+
+
+SHAPE = (16, 8)
+
+#: Conditions of an element of a shape, made of a tensor of that shape and a number.
+CONDITIONS: dict[str, list[Callable[[Tensor, Tensor], Tensor]]] = {
+    "a number": [lambda k, t: t > 0],
+    "one element": [lambda k, t: k.flatten()[:1] > 0],
+    "rows": [lambda k, t: k[:, :1] > 0],
+    "columns": [lambda k, t: k[0] > 0],
+    "columns in a row": [lambda k, t: k[:1] > 0],
+    "elements": [lambda k, t: k > 0],
+    "a number, then elements": [lambda k, t: t > 0, lambda k, t: k > 0],
+    "rows, then elements, then columns": [
+        lambda k, t: k[:, 1:2] > 0,
+        lambda k, t: k < 1,
+        lambda k, t: k[1] > -1,
+    ],
+}
+
+
+def masked(names: str, conditions: Sequence[Callable[[Tensor, Tensor], Tensor]]) -> Step:
+    """Return the step of which the tensors of these names are written where all conditions hold."""
+
+    def function(p: Tensor, m: Tensor, v: Tensor, g: Tensor, k: Tensor, t: Tensor) -> None:
+        tensors = {"p": p, "m": m, "v": v}
+        kept = {name: tensor.clone() for name, tensor in tensors.items()}
+        step(p, g, m, v)
+        for name in names.split():
+            value = tensors[name]
+            for i, condition in enumerate(reversed(conditions)):
+                holds = condition(k, t)
+                value = torch.where(holds, value, kept[name]) if i else torch.where(~holds, kept[name], value)
+            tensors[name].copy_(value)
+
+    return function
+
+
+def drawn_inputs(program: StepProgram, draw: torch.Generator, dtype: torch.dtype) -> list[Tensor]:
+    """Return numbers for all inputs, and half an ulp or any bits for error terms beside them."""
+    inputs = [torch.randn(SHAPE, generator=draw).to(dtype) for _ in range(5)]
+    inputs[2] = inputs[2].abs()
+    inputs.append(torch.ones(()))
+    for state in program.expanded:
+        hi = inputs[state.position]
+        for node in state.encoded:
+            value = node.meta["val"]
+            term = halves_of_an_ulp(hi) * torch.randint(-2, 3, SHAPE, generator=draw) / 2
+            if not value.dim():
+                inputs.append(torch.tensor(5, dtype=value.dtype))
+            elif value.is_floating_point():
+                inputs.append(term.to(value.dtype))
+            else:
+                bits = torch.iinfo(value.dtype)
+                inputs.append(
+                    torch.randint(bits.min // 2, bits.max // 2, SHAPE, generator=draw).to(value.dtype)
+                )
+    assert len(inputs) == len(placeholders(program.gm.graph))
+    return inputs
+
+
+FORMATS = [
+    *(("wide", name, "dither") for name in ("exact", "byte", "mcf", "fp32")),
+    *(("wide", name, "nearest") for name in ("exact", "mcf")),
+    ("native", "mcf", "nearest"),
+]
+
+
+@pytest.mark.parametrize("condition", CONDITIONS)
+@pytest.mark.parametrize("way", FORMATS, ids="-".join)
+def test_elements_without_a_step_keep_all_bits_and_others_take_it(
+    way: tuple[str, str, str], condition: str
+) -> None:
+    """Whether a parameter, its state, or both have the condition, drawn for each case."""
+    arithmetic, error_format, rounding = way
+    case = list(CONDITIONS).index(condition) + len(CONDITIONS) * FORMATS.index(way)
+    dtype = (torch.bfloat16, torch.float16)[case // 3 % 2]
+    names = ("p", "m v", "p m v")[case % 3]
+    programs = []
+    for conditions in (CONDITIONS[condition], []):
+        program = captured(
+            masked(names, conditions),
+            "p m v g k t",
+            dtypes=dtype,
+            shape=SHAPE,
+            arithmetic=arithmetic,  # type: ignore[arg-type]
+            error_format=error_format,
+        )
+        program.rounding = rounding  # type: ignore[assignment]
+        programs.append(after(program, "hoist-scalars"))
+    program, always = programs
+    assert [state.selection for state in program.states] == [state.selection for state in always.states]
+    start = drawn_inputs(program, torch.Generator().manual_seed(case), dtype)
+    found, taken = ([each.clone() for each in start] for _ in programs)
+    program.gm(*found)
+    always.gm(*taken)
+    holds = torch.ones(SHAPE, dtype=torch.bool)
+    for each in CONDITIONS[condition]:
+        holds &= each(start[4], start[5])
+    assert 0 < holds.sum() < holds.numel() or condition in ("a number", "one element")
+    masked_ones = {position for position, name in enumerate(("p", "m", "v")) if name in names.split()}
+    owners = [*range(6), *(state.position for state in program.expanded for _ in state.encoded)]
+    for owner, old, new, one in zip(owners, start, found, taken, strict=True):
+        if owner in masked_ones and old.dim():
+            assert same_bits(old, new)[~holds].all()
+            assert same_bits(one, new)[holds].all()
+        else:
+            assert same_bits(one, new).all()
+
+
+class Masked(torch.optim.Optimizer):
+    """Descent by a power of two, of the elements that a mask for each parameter selects."""
+
+    def __init__(self, params: Sequence[torch.nn.Parameter], masks: Sequence[Tensor]) -> None:
+        super().__init__(params, {})
+        self.masks = masks
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        for p, mask in zip(self.param_groups[0]["params"], self.masks, strict=True):
+            p.copy_(torch.where(mask, p - 2.0**-10 * p.grad, p))
+
+
+#: Error format -> rounding error of a step, relative to the value: float32's ulp, and 2**-8 of bfloat16's.
+UNITS = {"exact": 2.0**-23, "byte": 2.0**-15}
+
+
+@pytest.mark.parametrize("error_format", UNITS)
+def test_an_installed_step_leaves_frozen_rows_columns_and_elements(error_format: str) -> None:
+    """The masks are turned after eight steps, so that frozen elements have error terms."""
+    draw = torch.Generator().manual_seed(0)
+    masks = [torch.rand(size, generator=draw) > 0.4 for size in ((16, 1), (8,), SHAPE, (1, 1), ())]
+    params = [torch.nn.Parameter(torch.randn(SHAPE, generator=draw).bfloat16()) for _ in masks]
+    wide = [p.detach().double() for p in params]
+    optimizer = install(Masked(params, masks), error_format=error_format)  # type: ignore[arg-type]
+    for i in range(16):
+        if i == 8:
+            before = [[p.detach().clone(), *(term.clone() for term in error_terms(p))] for p in params]
+            for mask in masks:
+                mask.logical_not_()
+        for p, exact, mask in zip(params, wide, masks, strict=True):
+            p.grad = torch.randn(SHAPE, generator=draw).bfloat16()
+            exact.copy_(torch.where(mask, exact - 2.0**-10 * p.grad.double(), exact))
+        optimizer.step()
+    for p, exact, mask, old in zip(params, wide, masks, before, strict=True):
+        assert float((full_value(p) - exact).abs().max()) <= 16 * UNITS[error_format] * float(
+            exact.abs().max()
+        )
+        frozen = ~mask.expand(SHAPE)
+        for kept, now in zip(old, [p.detach(), *error_terms(p)], strict=True):
+            assert same_bits(kept, now)[frozen].all()
+        if frozen.any():
+            assert old[1][frozen].any()

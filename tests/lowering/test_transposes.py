@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 from functorch import make_fx
 from torch import Tensor
-from torch.fx import GraphModule
+from torch.fx import GraphModule, Interpreter, Node
 
 from collage_fx.graph import round_to_storage
 from collage_fx.lowering.products import called_products, has_products_alone
 from collage_fx.lowering.transposes import TRANSPOSES, in_order_of_memory
 from collage_fx.numerics import PHASES
+from collage_fx.torch_compat import functional_decompositions
 from tests.support.programs import rule_for
 
 aten = torch.ops.aten
@@ -26,6 +29,9 @@ def graph_of(function: Callable[..., object], *inputs: Tensor) -> GraphModule:
 def targets(gm: GraphModule) -> list[object]:
     return [node.target for node in gm.graph.nodes if node.op == "call_function"]
 
+
+#: A copy of a result in the order in memory that the given graph promises.
+BACK = (aten.permute.default, aten.clone.default, aten.permute.default)
 
 #: Functions of a matrix of 3 rows, one of 4, and a number; and the operations that are left of them.
 CASES: dict[str, tuple[Callable[[Tensor, Tensor, Tensor], Tensor], list[object]]] = {
@@ -45,11 +51,11 @@ CASES: dict[str, tuple[Callable[[Tensor, Tensor, Tensor], Tensor], list[object]]
     ),
     "of one of two operands": (
         lambda x, y, n: x.transpose(0, 1) * 2.0 + y,
-        [aten.mul.Tensor, aten.transpose.int, aten.clone.default, aten.add.Tensor],
+        [aten.mul.Tensor, aten.transpose.int, aten.clone.default, aten.add.Tensor, *BACK],
     ),
     "of one of two, twice": (
         lambda x, y, n: (x.t() + y) * (x.t() - y),
-        [aten.t.default, aten.clone.default, aten.add.Tensor, aten.sub.Tensor, aten.mul.Tensor],
+        [aten.t.default, aten.clone.default, aten.add.Tensor, aten.sub.Tensor, aten.mul.Tensor, *BACK],
     ),
     "of another shape": (
         lambda x, y, n: x.t() + y[:, :1],
@@ -85,6 +91,91 @@ def test_values_are_those_of_the_given_graph(name: str) -> None:
         target if want is not None else None
         for target, want in zip([t for t in targets(made) if t not in views], expected, strict=True)
     ] == expected
+
+
+#: Operations of a tensor, another of its shape, and a matrix that it can be multiplied with.
+OPERATIONS: list[Callable[[Tensor, Tensor, Tensor | None, float], Tensor]] = [
+    lambda x, y, right, share: x.transpose(-1, -2) if x.dim() > 1 else -x,
+    lambda x, y, right, share: x.permute(2, 0, 1) if x.dim() == 3 else x[..., None],
+    lambda x, y, right, share: x.reshape(reshaped(x, share), -1),
+    lambda x, y, right, share: x.flatten(),
+    lambda x, y, right, share: x + y,
+    lambda x, y, right, share: x * y,
+    lambda x, y, right, share: x * 0.5,
+    lambda x, y, right, share: x.abs() if right is None else x @ right,
+    lambda x, y, right, share: x @ x.t() if x.dim() == 2 else x.abs(),
+    lambda x, y, right, share: x / (x.abs().sum(-1, keepdim=True) + 1) if x.dim() > 1 else x.abs(),
+    lambda x, y, right, share: x.clone(),
+]
+
+
+def reshaped(x: Tensor, share: float) -> int:
+    """Return one of the numbers of rows that a tensor can be viewed with."""
+    sizes = [size for size in range(1, x.numel() + 1) if x.numel() % size == 0]
+    return sizes[int(share * len(sizes))]
+
+
+def drawn_function(draw: random.Random) -> Callable[..., list[Tensor]]:
+    """Return a function of tensors that views, moves, multiplies and adds them, in a drawn order."""
+    weights = [4, 1, 3, *[1] * (len(OPERATIONS) - 3)]
+    operations = draw.choices(OPERATIONS, weights, k=draw.randint(3, 10))
+    plan = [(operation, draw.random(), draw.random()) for operation in operations]
+
+    def function(*inputs: Tensor) -> list[Tensor]:
+        values = list(inputs)
+        for operation, first, share in plan:
+            x = values[int(first * len(values))]
+            of_shape = [each for each in values if each.shape == x.shape]
+            right = [each for each in values if each.dim() == 2 == x.dim() and len(each) == x.shape[1]]
+            values.append(
+                operation(
+                    x,
+                    of_shape[int(share * len(of_shape))],
+                    right[int(share * len(right))] if right else None,
+                    share,
+                )
+            )
+        return [values[-1] * 1.5, values[-2].clone()]
+
+    return function
+
+
+class Checked(Interpreter):
+    """Interpreter that compares the strides of each result with those that the graph promises."""
+
+    def run_node(self, n: Node) -> Any:
+        result = super().run_node(n)
+        if isinstance(result, Tensor):
+            assert strides(result) == strides(n.meta["val"]), n.format_node()
+        return result
+
+
+def strides(tensor: Tensor) -> list[int]:
+    """Return the strides that count: those of dimensions of more than one element."""
+    return [stride for stride, size in zip(tensor.stride(), tensor.shape, strict=True) if size > 1]
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_drawn_functions_keep_their_values_and_the_promised_order_of_results(seed: int) -> None:
+    numbers = torch.Generator().manual_seed(seed)
+    shapes = ((6, 4), (4, 6), (3, 2, 4), (4, 4), (5,))
+    inputs = [torch.randint(-3, 4, shape, generator=numbers).float() for shape in shapes]
+    function = drawn_function(random.Random(seed))
+    given = make_fx(function, tracing_mode="fake", decomposition_table=functional_decompositions())(*inputs)
+    found = Checked(in_order_of_memory(given)).run(*inputs)
+    for result, expected in zip(found, given(*inputs), strict=True):
+        # A product of float32 matrices may add in another order: 2**-24 for each of its terms, 24 at most.
+        scale = float(expected.abs().max())
+        assert float((result - expected).abs().max()) <= 24 * 2.0**-24 * 64 * scale
+        assert strides(result) == strides(expected)
+
+
+def test_a_transposed_value_is_viewed_in_another_shape() -> None:
+    """A convolution's weight, orthogonalized as a tall matrix."""
+    function: Callable[[Tensor], Tensor] = lambda w: (w.view(6, 4).t() * 2.0).reshape(3, 2, 2, 2).flatten(1)  # noqa: E731
+    w = torch.arange(24.0).view(6, 2, 2)
+    made = in_order_of_memory(graph_of(function, w))
+    assert torch.equal(made(w), function(w))
 
 
 def test_what_depends_on_the_place_in_memory_is_not_moved() -> None:

@@ -10,6 +10,7 @@ import torch
 from expecttest import assert_expected_inline
 from torch import Tensor
 
+from collage_fx import CollageBackend, full_value
 from collage_fx.graph.text import graph_text
 from collage_fx.passes.normalize import Normalize
 from collage_fx.passes.undo_stochastic_rounding import UndoStochasticRounding
@@ -257,3 +258,23 @@ def test_signs_and_other_bits_that_are_set_round_nothing() -> None:
 
     program = after(captured(step, "p g"), "analyze")
     assert [state.refusal for state in program.states] == [""]
+
+
+@pytest.mark.parametrize("rounding", [in_place, dithered, chosen], ids=lambda each: each.__name__)
+def test_sizes_may_be_symbols(rounding: Rounding) -> None:
+    torch._dynamo.reset()
+    parameter = torch.nn.Parameter(torch.ones(6, 4, dtype=torch.bfloat16))
+    optimizer = torch.optim.SGD([parameter], lr=0.1)
+    m = optimizer.state[parameter]["m"] = torch.randn(6, 4).bfloat16()
+    expected = m.double()
+
+    def update(optimizer: torch.optim.Optimizer, m: Tensor, g: Tensor) -> None:
+        m.copy_(rounding(m.float() - g.float()))
+
+    compiled = torch.compile(update, backend=CollageBackend(strategy="full"), dynamic=True)
+    for _ in range(3):
+        g = (torch.randn(6, 4) * 2.0**-10).bfloat16()
+        expected -= g.double()
+        compiled(optimizer, m, g)
+    # Each sum is rounded to float32, up or down: 2**-23 of at most 8.
+    assert float((full_value(m).double() - expected).abs().max()) <= 3 * 2.0**-23 * 8

@@ -81,6 +81,14 @@ def no_tables_of_addresses(error: Exception) -> AbstractContextManager[Any]:
     return mock.patch("collage_fx.lowering.schedule.load_library", side_effect=error)
 
 
+def failing_steps_of_the_lowering(error: Exception) -> contextlib.ExitStack:
+    """Context manager: the steps of the lowering that only save time raise this error."""
+    stack = contextlib.ExitStack()
+    for name in ("in_order_of_memory", "in_stacks"):
+        stack.enter_context(mock.patch(f"collage_fx.lowering.lower.{name}", side_effect=error))
+    return stack
+
+
 def numbers_frozen() -> AbstractContextManager[Any]:
     """Context manager: this torch reads a number of the host's once for a CUDA graph."""
     return mock.patch("collage_fx.lowering.lower.FREEZES_NUMBERS", True)
