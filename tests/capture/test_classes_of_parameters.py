@@ -143,12 +143,17 @@ def test_steps_of_torch_ask_for_no_class_and_are_captured() -> None:
     assert not is_recorded(optimizer)
 
 
-class NotWrapped(Asks):
+class NotWrapped(Optimizer):
     """Made without ``Optimizer.__init__``: its step cannot be recorded."""
 
     def __init__(self, params: Any) -> None:
         self.param_groups: list[dict[str, Any]] = [{"params": list(params)}]
-        self.state, self.defaults, self.ask = {}, {}, ASKING["isinstance"]  # type: ignore[assignment]
+        self.state, self.defaults = {}, {}  # type: ignore[assignment]
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for p in self.param_groups[0]["params"]:
+            p.add_(ASKING["isinstance"](p, p.grad), alpha=-LR)
 
 
 def test_a_step_that_cannot_be_recorded_is_refused() -> None:
