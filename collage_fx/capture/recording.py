@@ -199,7 +199,7 @@ def is_switch(code: CodeType) -> bool:
 
 
 def switch(optimizer: Optimizer) -> bool:
-    """Allow recordings to begin inside of an optimizer's steps; return whether its class has changed."""
+    """Make an optimizer's steps recordable from their middle on; return whether its class has changed."""
     return is_recordable(optimizer) and reroute_steps(type(optimizer), _switched)
 
 

@@ -638,7 +638,7 @@ def _at_torch_compile(backend: Any, keywords: dict[str, Any], function: Any) -> 
 
 
 def _let_recordings_begin(optimizer: Optimizer) -> None:
-    """Allow recordings to begin in the middle of a step of an optimizer, or of an optimizer that it holds."""
+    """Make the steps of an optimizer, and of all optimizers in it, recordable from their middle on."""
     for each in (optimizer, *held_optimizers(optimizer)):
         switch(each)
 
