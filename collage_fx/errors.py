@@ -212,15 +212,15 @@ class GraphBreakError(CollageError):
 
     At a line that it cannot capture, such as a branch on the value of a tensor, Dynamo breaks the graph and
     leaves the rest to Python. A step with such a line is recorded, without an error
-    (``docs/limits.md#recorded-steps``), unless an earlier graph break has already left Python in the middle
-    of the step. Then the operations before the earlier break have been executed, such as the inner step of a
-    wrapper; the part with the second break has not. With ``strict=False`` that part is run eagerly, with a
-    warning.
+    (``docs/limits.md#recorded-steps``), unless torch has not wrapped it, as it does in
+    ``Optimizer.__init__``, or the program compiles a part of the step itself. The function that the message
+    names has not been run; an earlier part, such as the inner step of a wrapper, may have been. With
+    ``strict=False`` the function is run eagerly, with a warning.
 
-    What to do: change the line that the message names (``TORCH_LOGS=graph_breaks`` says more), for example a
-    branch to ``torch.where``. If the line runs only in the first step, which creates state, run that step
-    eagerly before the compiled steps. For a wrapper, ``collage_fx.install(inner)`` compensates the inner
-    step; the wrapper's own operations stay eager.
+    What to do: have your class call ``super().__init__(parameters, defaults)``. If a library's class only
+    passes steps on to other optimizers, call ``collage_fx.install(optimizer)`` in the place of
+    ``torch.compile``. If the step calls functions that you compile yourself, install its optimizer, and give
+    these functions no backend of ours. ``TORCH_LOGS=graph_breaks`` says more about the line.
     """
 
     code = "CFX010"

@@ -378,30 +378,7 @@ EXAMPLES: dict[type[errors.CollageError], tuple[Example, ...]] = {
     ),
     errors.GraphBreakError: (
         Example(
-            "A decorator that breaks the graph itself, and a step that branches on a value after that.",
-            """\
-            import torch
-            from torch.nn import Parameter
-            from torch.optim.optimizer import _use_grad_for_differentiable
-            from collage_fx import install
-
-
-            class Own(torch.optim.SGD):
-                @_use_grad_for_differentiable
-                def step(self, closure=None):
-                    for p in self.param_groups[0]["params"]:
-                        if p.grad.norm() > 0:
-                            p.sub_(p.grad, alpha=0.1)
-
-
-            p = Parameter(torch.ones(8, dtype=torch.bfloat16))
-            p.grad = torch.ones_like(p)
-            optimizer = install(Own([p], lr=0.1))
-            optimizer.step()
-            """,
-        ),
-        Example(
-            "A wrapper that branches on a value, after the step of its optimizer has been taken.",
+            "A wrapper that does not call ``Optimizer.__init__``, with a branch after an inner step.",
             """\
             import torch
             from torch.nn import Parameter
@@ -410,8 +387,8 @@ EXAMPLES: dict[type[errors.CollageError], tuple[Example, ...]] = {
 
             class Shrinks(torch.optim.Optimizer):
                 def __init__(self, inner):
-                    super().__init__(inner.param_groups, {})
                     self.inner = inner
+                    self.param_groups, self.state, self.defaults = inner.param_groups, inner.state, {}
 
                 @torch.no_grad()
                 def step(self, closure=None):
@@ -428,6 +405,32 @@ EXAMPLES: dict[type[errors.CollageError], tuple[Example, ...]] = {
             step()
             """,
             is_late=True,
+        ),
+        Example(
+            "A step that calls a compiled function with a branch.",
+            """\
+            import torch
+            from torch.nn import Parameter
+            from collage_fx import CollageBackend
+
+
+            @torch.compile(backend=CollageBackend())
+            def update(p):
+                if p.grad.norm() > 0:
+                    p.data.sub_(p.grad, alpha=0.1)
+
+
+            class Own(torch.optim.SGD):
+                def step(self, closure=None):
+                    for p in self.param_groups[0]["params"]:
+                        update(p)
+
+
+            p = Parameter(torch.ones(8, dtype=torch.bfloat16))
+            p.grad = torch.ones_like(p)
+            optimizer = Own([p], lr=0.1)
+            optimizer.step()
+            """,
         ),
     ),
     errors.EagerStepError: (

@@ -205,7 +205,7 @@ def is_switch(code: CodeType) -> bool:
 
 
 def switch(optimizer: Optimizer) -> bool:
-    """Allow recordings to begin in the middle of an optimizer's steps; return whether its class has changed."""
+    """Make an optimizer's steps recordable from their middle on; return whether its class has changed."""
     return is_recordable(optimizer) and reroute_step(true_step(optimizer), _switched)
 
 

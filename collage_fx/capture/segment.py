@@ -70,8 +70,8 @@ class Deferred(Tensor):
     def as_subclass(self, cls: type[Tensor]) -> Any:
         """Refuse a result in the class of an operand, which torch asks for: it has no values yet."""
         raise UnsupportedTensorError(
-            f"a recorded step calculates with a tensor of class {cls.__qualname__}, whose results would have to "
-            "be of this class, too",
+            f"a recorded step calculates with a tensor of class {cls.__qualname__}, whose results have "
+            "to be of this class, too",
             where=cls.__qualname__,
             remedy="calculate with tensor.as_subclass(torch.Tensor), which shares its memory",
         )

@@ -12,11 +12,14 @@ nothing in a step that is compiled already:
   Python runs that function; a function that updates tensors of no optimizer is refused
   (:func:`_before_conversion`).
 * *A graph break inside an update* hands the operation that caused it, and in a loop the whole function, to
-  eager execution. When Dynamo reports a graph break, before anything has run, the optimizer is recorded from
-  then on: Note [Recorded steps] in ``recorder.py`` (:func:`_at_graph_break`). So it is where Dynamo or
-  AOTAutograd fails (:func:`_at_failed_conversion`), and where a captured graph would fail and the step
-  catches what eager torch raises (:func:`record_instead`). If Python is in the middle of that very step, it
-  is too late to record it, and the break is refused. A break in the closure of a step of torch.optim, or
+  eager execution. When Dynamo reports a graph break, before anything of that function has run, the optimizer
+  is recorded from then on: Note [Recorded steps] in ``recorder.py`` (:func:`_at_graph_break`). So it is where
+  Dynamo or AOTAutograd fails (:func:`_at_failed_conversion`), where a captured graph would fail and the step
+  catches what eager torch raises (:func:`record_instead`), and where a step may ask for classes that Dynamo
+  does not see (:func:`_record_if_classes_matter`). If Python is in the middle of that very step, the function
+  and the rest of the step are recorded (``recording.beginning_here``): what came before was compensated, as
+  a step of torch.optim that the step calls. Steps that torch has not wrapped cannot be recorded, and the
+  break is refused. A break in the closure of a step of torch.optim, or
   outside of the methods of an optimizer, leaves the update whole. (Dynamo can be made to resume loops after a
   break. It then reads the parameters of later iterations at the wrong index of an iterator: steps came out
   wrong without an error.)
@@ -509,9 +512,10 @@ def _record_or_refuse(code: CodeType, graph_break: GraphBreak) -> None:
         remedy="call collage_fx.install(optimizer) in place of torch.compile, below the line that sets "
         "optimizer.step: it records such a step"
         if has_foreign_step(optimizer)
-        else "change that line (what Dynamo says about it: TORCH_LOGS=graph_breaks). If it belongs to "
-        "the first step alone, where state is made, take that one eagerly, before the compiled ones. Or "
-        "accept with strict=False that the part is not compensated",
+        else "call collage_fx.install(optimizer), and compile no part of its step"
+        if is_recordable(optimizer)
+        else f"{CALL_INIT}, so that its step is recorded; if the class is not yours and only passes steps "
+        "on, call collage_fx.install(optimizer) in the place of torch.compile",
     )
     if request.strict:
         forget_new_state(optimizer)
@@ -640,7 +644,7 @@ def _at_torch_compile(backend: Any, keywords: dict[str, Any], function: Any) -> 
 
 
 def _let_recordings_begin(optimizer: Optimizer) -> None:
-    """Allow recordings to begin in the middle of a step of an optimizer, or of an optimizer that it holds."""
+    """Make the steps of an optimizer, and of all optimizers in it, recordable from their middle on."""
     for each in (optimizer, *held_optimizers(optimizer)):
         switch(each)
 

@@ -175,10 +175,8 @@ def watch_conversions(watch: Watch) -> None:
                 looked_for.clear()
         except RunRecorded as recorded:
             recorded.begin()
-            left_alone = ConvertFrameReturn(apply_to_code=False)
-            actions = left_alone.frame_exec_strategy
-            actions.recursive_action = actions.cur_action
-            return left_alone
+            skip = ConvertFrameReturn().frame_exec_strategy
+            return ConvertFrameReturn(type(skip)(skip.cur_action, skip.cur_action), apply_to_code=False)
         except RunEagerly as chosen:
             return ConvertFrameReturn(apply_to_code=chosen.always)
         except (TraceWhole, ConvertAgain) as again:

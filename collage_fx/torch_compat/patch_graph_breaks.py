@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import sysconfig
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import filterfalse
+from pathlib import Path
 from types import CodeType
 from typing import Any
 
@@ -101,12 +104,23 @@ def _describe_graph_break(translator: Any, cause: Any) -> GraphBreak:
     stack = _stack_of(cause)
     lines = [line.strip() for line in str(getattr(cause, "msg", cause)).splitlines() if line.strip()]
     explained = [line.removeprefix("Explanation: ") for line in lines[:2]]
-    where = (
-        f"{stack[-1].filename}:{stack[-1].lineno} in {stack[-1].name}" if stack else translator.f_code.co_name
-    )
+    where = next(map(_place, filterfalse(_is_internal, reversed(stack))), translator.f_code.co_name)
     reason = ". ".join(explained)
     stepped_by = _optimizer_stepped_by(translator, stack, reason)
     return GraphBreak(*stepped_by, _is_called_by_torchs_optimizer(cause), reason, where)
+
+
+def _place(entry: Any) -> str:
+    """Return file, line and function of an entry of Dynamo's stack."""
+    return f"{entry.filename}:{entry.lineno} in {entry.name}"
+
+
+def _is_internal(entry: Any) -> bool:
+    """Return whether an entry of Dynamo's stack is in a file of torch, of this package or of Python."""
+    path = Path(entry.filename)
+    packages = [Path(__file__).parents[1], Path(torch.__file__).parent]
+    is_python = Path(sysconfig.get_path("stdlib")) in path.parents and "site-packages" not in path.parts
+    return is_python or any(package in path.parents for package in packages)
 
 
 def _optimizer_stepped_by(

@@ -20,7 +20,6 @@ from torch._dynamo.convert_frame import CatchErrorsWrapper, convert_frame
 from torch._dynamo.guards import CheckFunctionManager
 from torch._dynamo.hooks import Hooks
 from torch.optim import Optimizer
-from torch.optim.optimizer import _use_grad_for_differentiable
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from collage_fx import CollageBackend, error_terms, full_value, reset_error_terms
@@ -168,33 +167,6 @@ def test_a_step_that_breaks_the_graph_is_recorded(
         )
         == 1
     )
-
-
-class BreaksWhenItIsTooLate(Unusual):
-    @_use_grad_for_differentiable
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        (p,) = self.param_groups[0]["params"]
-        if p.norm() < 1e9:
-            p.add_(p.grad, alpha=-TINY)
-
-
-def test_a_graph_break_in_the_middle_of_a_step_is_refused() -> None:
-    """This decorator breaks the graph itself, so that Python is in the middle of the step by then."""
-    params = parameters(shapes=[(3,)])
-    set_gradients(params)
-    optimizer = BreaksWhenItIsTooLate(params)
-    optimizer.defaults["differentiable"] = False
-    text = refused(optimizer, GraphBreakError)
-    assert "BreaksWhenItIsTooLate" in text
-    assert "Data-dependent branching" in text
-    assert ".py:" in text, "the place in the source"
-    assert error_terms(params[0]) == ()
-    step = compiled(optimizer, strict=False)
-    with pytest.warns(UserWarning, match="BreaksWhenItIsTooLate"):
-        step()
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        step()
 
 
 @pytest.mark.parametrize("kind", [Branches, ReadsAValue, BranchesOnAValueItRead])

@@ -1,0 +1,356 @@
+"""Graph breaks in the middle of a step: the function with the break, and the rest, are recorded."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.optim import SGD, AdamW, Optimizer
+from torch.optim.optimizer import _use_grad_for_differentiable
+
+from collage_fx import CollageBackend, backend_of, error_terms, full_value, install
+from collage_fx.errors import GraphBreakError
+from tests.support.refusals import refused
+from tests.support.training import Descent, compiled, errors_beside_float64, parameters, set_gradients
+
+#: So small that plain bf16 loses nearly all of an update.
+LR = 1e-4
+#: Largest error |p - p64| / |p64 - p0| of compensated steps; plain bf16 has about 1.
+COMPENSATED = 0.02
+SHAPES = [(8, 6), (5,), (6, 4)]
+
+Way = Callable[[Optimizer], Callable[[], Any]]
+
+
+def installed(optimizer: Optimizer) -> Callable[[], Any]:
+    return install(optimizer).step
+
+
+WAYS: tuple[Way, ...] = (installed, compiled)
+
+
+def decay(optimizer: Optimizer) -> None:
+    with torch.no_grad():
+        for group in optimizer.param_groups:
+            for p in group["params"]:
+                p.mul_(1 - 1e-4)
+
+
+def first_of(optimizer: Optimizer) -> Tensor:
+    p: Tensor = optimizer.param_groups[0]["params"][0]
+    return p
+
+
+#: Operations at which Dynamo breaks a graph.
+BREAKS: dict[str, Callable[[Optimizer], object]] = {
+    "print": lambda _: print(end=""),
+    "branch": lambda optimizer: None if first_of(optimizer).norm() < 1e9 else 1 / 0,
+    "graph_break": lambda _: torch._dynamo.graph_break(),
+    "opaque": lambda optimizer: _opaque(first_of(optimizer)),
+}
+
+
+@torch.compiler.disable
+def _opaque(p: Tensor) -> None:
+    p.detach().norm()
+
+
+class Breaking:
+    """A break of one kind, at one place of a step (``at`` = 0: in every step)."""
+
+    def __init__(self, kind: str, place: str, at: int) -> None:
+        self.kind, self.place, self.at = kind, place, at
+
+    def here(self, place: str, optimizer: Any) -> None:
+        if place == "before":
+            optimizer.taken = getattr(optimizer, "taken", 0) + 1
+        if place == self.place and self.at in (0, optimizer.taken):
+            BREAKS[self.kind](optimizer)
+
+
+class Wrapper(Optimizer):
+    """Optimizer of optimizers, which weakens all parameters after their steps."""
+
+    def __init__(self, params: Any, makers: Any, breaking: Breaking) -> None:
+        given = list(params)
+        super().__init__(given, {"lr": LR, "differentiable": False})
+        parts = (given[i :: len(makers)] for i in range(len(makers)))
+        self.inner = [make(part) for make, part in zip(makers, parts, strict=True)]
+        self.breaking = breaking
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        self.breaking.here("before", self)
+        self.steps_of_all()
+        self.breaking.here("after", self)
+        decay(self)
+
+    def steps_of_all(self) -> None:
+        raise NotImplementedError
+
+
+class InAList(Wrapper):
+    def steps_of_all(self) -> None:
+        for each in self.inner:
+            each.step()
+            self.breaking.here("between", self)
+
+
+class InADictionary(Wrapper):
+    def steps_of_all(self) -> None:
+        for each in dict(enumerate(self.inner)).values():
+            each.step()
+            self.breaking.here("between", self)
+
+
+class Unrolled(Wrapper):
+    def steps_of_all(self) -> None:
+        self.inner[0].step()
+        self.breaking.here("between", self)
+        if len(self.inner) > 1:
+            self.inner[1].step()
+
+
+class InATry(Wrapper):
+    def steps_of_all(self) -> None:
+        try:
+            self.inner[0].step()
+            self.breaking.here("between", self)
+        finally:
+            self.is_done = True
+        for each in self.inner[1:]:
+            each.step()
+
+
+class Decorated(Unrolled):
+    step = _use_grad_for_differentiable(Wrapper.step)  # type: ignore[assignment]
+
+
+class Profiled(InAList):
+    step = Optimizer.profile_hook_step(Wrapper.step)  # type: ignore[assignment]
+
+
+def by_super(base: type[Optimizer], breaking: Breaking) -> Callable[[Any], Optimizer]:
+    class Derived(base):  # type: ignore[misc, valid-type]
+        def __init__(self, params: Any) -> None:
+            super().__init__(params, lr=LR)
+
+        def step(self, closure: Any = None) -> Any:
+            breaking.here("before", self)
+            loss = super().step()
+            breaking.here("after", self)
+            decay(self)
+            return loss
+
+    return Derived
+
+
+class Leaf(Descent):
+    """With state of its own."""
+
+    def __init__(self, params: Any, lr: float = LR) -> None:
+        super().__init__(params, lr)
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for p in self.param_groups[0]["params"]:
+            state = self.state[p]
+            if not state:
+                state["m"] = torch.zeros_like(p)
+            state["m"].lerp_(p.grad, 0.1)
+            p.add_(state["m"], alpha=-self.param_groups[0]["lr"])
+
+
+class Branching(Leaf):
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for p in self.param_groups[0]["params"]:
+            if p.grad.norm() > 0:
+                p.add_(p.grad.sign(), alpha=-self.param_groups[0]["lr"])
+
+
+BASES = (AdamW, SGD, Leaf, Branching)
+HOLDERS = (InAList, InADictionary, Unrolled, InATry, Decorated, Profiled)
+
+
+def drawn(draw: random.Random, depth: int) -> Callable[[Any], Optimizer]:
+    """Draw an optimizer whose step calls other steps, ``depth`` deep, with breaks of which none is alike."""
+    kind, place = draw.choice([*BREAKS]), draw.choice(("before", "between", "after"))
+    at, base = draw.choice((0, 1, 2, 4)), draw.choice(BASES)
+    if depth == 0:
+        return lambda params: base(params, lr=LR)
+    if draw.random() < 0.3:
+        return lambda params: by_super(base, Breaking(kind, place, at))(params)
+    holder = draw.choice(HOLDERS)
+    makers = [drawn(draw, depth - 1) for _ in range(draw.choice((1, 2)) if depth == 1 else 1)]
+    return lambda params: holder(params, makers, Breaking(kind, place, at))
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_drawn_nestings_are_compensated(seed: int) -> None:
+    draw = random.Random(seed)
+    make, way = drawn(draw, draw.choice((1, 2, 3))), draw.choice(WAYS)
+    params = parameters(draw.choice((torch.bfloat16, torch.float16)), SHAPES)
+    _, errors = errors_beside_float64(make, way, params, steps=6)
+    assert max(errors) < COMPENSATED
+
+
+EXAMPLES: dict[str, Callable[[Any], Optimizer]] = {
+    "a list of optimizers": lambda params: InAList(params, [AdamW, SGD], Breaking("print", "", 0)),
+    "super().step(), then a branch": lambda params: by_super(AdamW, Breaking("branch", "after", 0))(params),
+    "super().step(), then print": lambda params: by_super(AdamW, Breaking("print", "after", 0))(params),
+    "print at the fourth step": lambda params: by_super(SGD, Breaking("print", "after", 4))(params),
+    "torch's decorator": lambda params: Decorated(params, [Branching], Breaking("branch", "between", 0)),
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_a_break_in_the_middle_is_recorded_from_there(
+    name: str, way: Way, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", "collage_fx")
+    _, errors = errors_beside_float64(EXAMPLES[name], way, parameters(shapes=SHAPES), steps=6)
+    assert max(errors) < COMPENSATED
+    told = [each.getMessage() for each in caplog.records if "run by Python" in each.getMessage()]
+    assert len(told) <= 1, "not anew in each step"
+
+
+def test_later_steps_compile_nothing() -> None:
+    params = parameters(shapes=SHAPES)
+    optimizer = install(EXAMPLES["super().step(), then a branch"](params))
+    graphs = []
+    for seed in range(5):
+        set_gradients(params, seed)
+        optimizer.step()
+        graphs.append(len(backend_of(optimizer).report().graphs))
+    assert graphs[2:] == graphs[2:3] * 3
+
+
+def test_the_closure_of_such_a_step_runs_as_outside() -> None:
+    """Its operations are no part of the step, and it differentiates."""
+
+    class CallsLate(SGD):
+        def step(self, closure: Any = None) -> Any:
+            super().step()
+            if first_of(self).norm() < 1e9:
+                with torch.enable_grad():
+                    self.loss = closure()
+            decay(self)
+            return self.loss
+
+    params = parameters(shapes=SHAPES)
+    set_gradients(params)
+    optimizer = install(CallsLate(params, lr=LR))
+
+    def closure() -> Tensor:
+        optimizer.zero_grad()
+        loss = torch.stack([(p.float() ** 2).sum() for p in params]).sum()
+        loss.backward()
+        return loss
+
+    for _ in range(3):
+        loss = optimizer.step(closure)
+        assert type(loss) is Tensor
+        for p in params:
+            assert p.grad is not None
+            assert type(p.grad) is Tensor
+        assert torch.is_grad_enabled()
+    assert all(bool(error_terms(p)[0].any()) for p in params)
+
+
+def test_an_exception_in_the_rest_of_a_step_ends_the_recording() -> None:
+    class Fails(SGD):
+        fails = True
+
+        def step(self, closure: Any = None) -> None:  # type: ignore[override]
+            super().step()
+            print(end="")
+            if self.fails:
+                raise KeyError("on purpose")
+
+    params = parameters(shapes=SHAPES)
+    set_gradients(params)
+    optimizer = install(Fails(params, lr=LR))
+    for _ in range(2):
+        with pytest.raises(KeyError, match="on purpose"):
+            optimizer.step()
+        assert torch.is_grad_enabled()
+        assert bool((torch.ones(2) + 1 == 2).all()), "operations are executed"
+    optimizer.fails = False
+    before = [full_value(p) for p in params]
+    optimizer.step()
+    assert not any(torch.equal(full_value(p), value) for p, value in zip(params, before, strict=True))
+
+
+# -- refusals: each remedy is taken, and then the step is right
+
+
+class Around(Optimizer):
+    """Made without ``Optimizer.__init__``, which would wrap its step."""
+
+    def __init__(self, params: Any) -> None:
+        self.inner = SGD(params, lr=LR)
+        self.param_groups, self.state = self.inner.param_groups, self.inner.state
+        self.defaults = self.inner.defaults
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        self.inner.step()
+        for p in self.param_groups[0]["params"]:
+            if p.norm() < 1e9:
+                p.mul_(1 - 1e-4)
+
+
+class AroundAsAsked(Around):
+    def __init__(self, params: Any) -> None:
+        given = list(params)
+        Optimizer.__init__(self, given, {"lr": LR})
+        super().__init__(given)
+
+
+def test_a_step_that_torch_has_not_wrapped_is_refused() -> None:
+    params = parameters(shapes=SHAPES)
+    set_gradients(params)
+    with pytest.raises(GraphBreakError) as refusal:
+        compiled(Around(params))()
+    text = str(refusal.value)
+    assert "test_middle_of_a_step.py" in text, "the line of the step"
+    assert "super().__init__(parameters, defaults)" in text
+    assert "change that line" not in text
+    _, errors = errors_beside_float64(AroundAsAsked, compiled, parameters(shapes=SHAPES), steps=4)
+    assert max(errors) < COMPENSATED
+
+
+@torch.compile(backend=CollageBackend())
+def compiled_update(p: Tensor) -> None:
+    assert p.grad is not None
+    if p.grad.norm() > 0:
+        p.data.sub_(p.grad, alpha=LR)
+
+
+class CallsACompiledFunction(Descent):
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for p in self.param_groups[0]["params"]:
+            compiled_update(p)
+
+
+def test_a_compiled_part_of_a_step_is_refused() -> None:
+    params = parameters(shapes=SHAPES)
+    set_gradients(params)
+    text = refused(CallsACompiledFunction(params), GraphBreakError, CallsACompiledFunction(params).step)
+    assert "compiled_update" in text
+    assert "collage_fx.install(optimizer)" in text
+    _, errors = errors_beside_float64(CallsACompiledFunction, installed, parameters(shapes=SHAPES), steps=4)
+    assert max(errors) < COMPENSATED
+
+
+@pytest.fixture(autouse=True)
+def _fresh() -> Iterator[None]:
+    """Classes of one test are no other test's."""
+    yield
+    torch._dynamo.reset()
