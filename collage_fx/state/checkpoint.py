@@ -214,8 +214,8 @@ class _OwnLoad:
 
     Attributes:
         optimizer: the optimizer.
-        plain, saved, kept: as in :class:`_Load`; ``saved`` and ``kept`` become empty when torch's load, of this
-            optimizer or of one within that is given the same entries, takes them over.
+        plain, saved, kept: as in :class:`_Load`. The last two become empty when torch's load takes them over:
+            of this optimizer, or of one within that is given the same entries.
     """
 
     optimizer: Optimizer
@@ -311,7 +311,7 @@ def _after_save(optimizer: Optimizer, saved: StateDict) -> StateDict | None:
 
 
 def _save_by_own(optimizer: Optimizer, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Call a class's own ``state_dict``, and add the error terms to what it returns."""
+    """Call a class's own ``state_dict``, and add the error terms to its result."""
     _own_saves.append(optimizer)
     try:
         made = method(*args, **kwargs)
@@ -322,16 +322,16 @@ def _save_by_own(optimizer: Optimizer, method: Callable[..., Any], *args: Any, *
     if _is_torchs_layout(made):
         return _with_entries(optimizer, made)
     _, saved = _separated(_with_entries(optimizer, _numbered(optimizer)))
-    _kept_among(saved)
     present = {storage_of(each) for each in pytree.tree_leaves(made) if isinstance(each, Tensor)}
     table = {
         f"{owner[0]}.{owner[1]}.{format_name}.{auxiliary}": tensor
         for owner, auxiliaries in saved.items()
         if not all(
             storage_of(each) in present
-            for (_, name), each in auxiliaries.items()
-            if each.dim() and name != FINGERPRINT
+            for (format_name, name), each in auxiliaries.items()
+            if each.dim() and name != FINGERPRINT and format_name != KEPT
         )
+        or any(format_name == KEPT for format_name, _ in auxiliaries)
         for (format_name, auxiliary), tensor in auxiliaries.items()
     }
     return {**made, SHARED: table} if table else made
@@ -517,19 +517,19 @@ def _before_load(optimizer: Optimizer, given: StateDict) -> StateDict | None:
     return load.plain
 
 
-def _read(optimizer: Optimizer, given: Mapping[str, Any]) -> _Load:
-    """Separate a state dict from our keys, and refuse those that do not fit.
+def _read(optimizer: Optimizer, given: Mapping[str, Any], *, may_rename: bool = False) -> _Load:
+    """Separate a state dict from our keys, and refuse keys that do not fit.
 
-    In a class's own load, which is given none of our keys, they are those of the dict that the class was given.
+    In a class's own load, which is given none of our keys, they are those that the class was given.
     """
-    plain, saved = _separated(given)
+    plain, saved = _separated(dict(given))
     saved |= _left_out.get(optimizer, {})
     outer = _own_loads[-1] if _own_loads else None
     if not saved and outer is not None and _keys_in(outer.plain) == _keys_in(plain):
         saved, kept, outer.saved, outer.kept = outer.saved, outer.kept, {}, {}
     else:
         kept = _kept_among(saved)
-        _refuse_mismatches(optimizer, plain, saved, kept)
+        _refuse_mismatches(optimizer, plain, saved, kept, may_rename=may_rename)
     live = {owner: tensor.dtype for owner, _, tensor in _held(optimizer, plain)}
     return _Load(plain, saved, kept, live)
 
@@ -555,41 +555,53 @@ def _load_by_own(optimizer: Optimizer, method: Callable[..., Any], *args: Any, *
     name, given = next(iter(bound.arguments.items()), ("", None))
     if not isinstance(given, Mapping):
         return method(*args, **kwargs)
-    if is_torchs := _is_torchs_layout(given):
-        plain, saved, kept, live = _read(optimizer, given)
+    table: Saved = {}
+    if _is_torchs_layout(given):
+        load = _read(optimizer, given, may_rename=True)
     else:
-        saved, kept, live = _of_table(given.get(SHARED, {})), {}, {}
-        plain = {key: value for key, value in given.items() if key != SHARED}
+        table = _of_table(given.get(SHARED, {}))
+        load = _Load({key: value for key, value in given.items() if key != SHARED}, {}, {}, {})
+    _own_loads.append(own := _OwnLoad(optimizer, load.plain, load.saved, load.kept))
+    bound.arguments[name] = load.plain
     _loading.pop(optimizer, None)
-    _own_loads.append(own := _OwnLoad(optimizer, plain, saved, kept) if is_torchs else _OwnLoad(optimizer, {}, {}, {}))
-    bound.arguments[name] = plain
     try:
         result = method(*bound.args, **bound.kwargs)
     finally:
         _own_loads.pop()
-    if not is_torchs:
-        _loading.pop(optimizer, None)
-        _restore_table(optimizer, saved)
+    if not _is_torchs_layout(given):
+        _restore_table(optimizer, table, _loading.pop(optimizer, None))
     elif own.saved or own.kept:  # the class has not called torch's load
-        _loading[optimizer] = _Load(plain, own.saved, own.kept, live)
+        _loading[optimizer] = load._replace(saved=own.saved, kept=own.kept)
     _after_load(optimizer)
     return result
 
 
 def _of_table(table: Mapping[str, Tensor]) -> Saved:
     """Return the error terms in the table of a state dict of another layout than torch's."""
-    saved: Saved = {}
+    by_number: dict[int | None, dict[str, Tensor]] = {}
     for key, tensor in table.items():
         number, _, rest = key.partition(".")
-        for owner, auxiliaries in _by_owner(int(number) if number.isdigit() else None, {rest: tensor}).items():
-            saved.setdefault(owner, {}).update(auxiliaries)
+        by_number.setdefault(int(number) if number.isdigit() else None, {})[rest] = tensor
+    saved: Saved = {}
+    for parameter, keyed in by_number.items():
+        saved |= _by_owner(parameter, keyed)
     return saved
 
 
-def _restore_table(optimizer: Optimizer, saved: Saved) -> None:
-    """Put the error terms of a table beside the tensors that the class's own load has left."""
-    plain = _numbered(optimizer)
-    _refuse_mismatches(optimizer, plain, saved, {})
+def _restore_table(optimizer: Optimizer, saved: Saved, load: _Load | None) -> None:
+    """Put the error terms of a table beside the tensors that the class's own load has left.
+
+    Args:
+        optimizer: the optimizer.
+        saved: error terms, by the number of a parameter.
+        load: contents of what torch's load of this optimizer was given, if the class has called it.
+    """
+    plain, kept = _numbered(optimizer), _kept_among(saved)
+    _refuse_mismatches(optimizer, plain, saved, kept)
+    if load is not None:
+        keys = dict(enumerate(_keys_in(load.plain)))
+        of_keys = {(keys.get(number, number), slot): each for (number, slot), each in kept.items()}
+        _restore_wide(optimizer, load._replace(kept=load.kept | of_keys), set())
     claims = _claims_in(type(optimizer))
     for owner, name, tensor in _held(optimizer, plain):
         if (auxiliaries := saved.get(owner)) and is_low_precision(tensor.dtype):
@@ -794,8 +806,13 @@ def _saved_zero() -> Tensor:
     return COUNT.saved(COUNT.zeros(torch.device("cpu")))
 
 
-def _refuse_mismatches(optimizer: Optimizer, plain: StateDict, saved: Saved, kept: Kept) -> None:
-    """Raise before anything is loaded if an error term does not fit the tensor it belongs to."""
+def _refuse_mismatches(
+    optimizer: Optimizer, plain: StateDict, saved: Saved, kept: Kept, *, may_rename: bool = False
+) -> None:
+    """Raise before anything is loaded if an error term does not fit the tensor it belongs to.
+
+    State of another name is looked for after the load if the class's own method may rename it.
+    """
     names = {None: ""}
     owners: dict[Owner, tuple[Tensor, torch.dtype]] = {}
     for slot, tensor in _shared_in(plain):
@@ -809,6 +826,8 @@ def _refuse_mismatches(optimizer: Optimizer, plain: StateDict, saved: Saved, kep
         if key in names and auxiliaries:  # torch refuses other numbers of parameters, in its own words
             where = f"{names[key]}{slot}"
             if (key, slot) not in owners:
+                if may_rename:
+                    continue
                 raise _mismatch("error terms of a state that the checkpoint does not hold", where)
             tensor, dtype = owners[key, slot]
             if _is_packed_format(auxiliaries):
@@ -927,21 +946,22 @@ def _restore(optimizer: Optimizer, load: _Load) -> None:
 
 
 def _of_renamed(optimizer: Optimizer, plain: StateDict, saved: Saved) -> Saved:
-    """Find the state to which a class's own load has given another name; return its error terms by that name."""
+    """Return error terms of state that a class's own load has renamed, by its new name."""
     held = {owner: tensor for owner, _, tensor in _held(optimizer, plain)}
     keys, found = {key for key, _ in held}, Saved()
     lost = {owner: each for owner, each in saved.items() if owner not in held and owner[0] in keys and each}
     for (key, slot), auxiliaries in lost.items():
         for owner, tensor in held.items():
-            if owner[0] == key and owner not in saved and is_low_precision(tensor.dtype):
-                if owner not in found and _fitting_terms(tensor, auxiliaries, tensor.dtype) is not None:
-                    found[owner] = auxiliaries
-                    break
+            is_free = owner[0] == key and owner not in saved and owner not in found
+            is_alike = is_free and is_low_precision(tensor.dtype)
+            if is_alike and _fitting_terms(tensor, auxiliaries, tensor.dtype) is not None:
+                found[owner] = auxiliaries
+                break
         else:
             _warn_of_checkpoint(
                 type(optimizer),
-                f"error terms of {slot!r} of parameter {key}, which {type(optimizer).__name__}.load_state_dict "
-                "has not loaded; they are left out",
+                f"error terms of {slot!r} of parameter {key}, which its load_state_dict has not loaded; they "
+                "are left out",
             )
     return found
 
@@ -970,9 +990,10 @@ def _restore_wide(optimizer: Optimizer, load: _Load, taken_over: set[Any]) -> No
         )
         new: dict[int, Tensor] = {}
         for slot, tensor in _state_slots(optimizer.state.get(parameter)):
-            if (saved := slots.get(slot)) is None or is_spared(slot) or is_packed(tensor):
-                continue
             dtype, held = load.kept.get((key, slot), (None, None))
+            saved = slots.get(slot, None if dtype is None else _renamed_from(tensor, dtype, slots.values()))
+            if saved is None or is_spared(slot) or is_packed(tensor):
+                continue
             if dtype is None and is_wide(saved.dtype, parameter):
                 live = load.live.get((key, slot))
                 if is_kept_wide(saved, parameter, live, was_low_precision=was_low_precision):
@@ -999,8 +1020,15 @@ def _restore_wide(optimizer: Optimizer, load: _Load, taken_over: set[Any]) -> No
         )
 
 
+def _renamed_from(loaded: Tensor, dtype: torch.dtype, saved: Iterable[Tensor]) -> Tensor | None:
+    """Find the saved tensor of a dtype whose cast a loaded tensor is, by its values."""
+    here = local_tensor(loaded)
+    alike = ((each, local_tensor(each)) for each in saved if each.dtype is dtype)
+    return next((each for each, value in alike if torch.equal(value.to(here.device, here.dtype), here)), None)
+
+
 def _is_rounding_of(saved: Tensor, loaded: Tensor, dtype: torch.dtype) -> bool:
-    """Return whether a tensor is a saved one that torch's load has cast, and the class's own has cast back."""
+    """Return whether a loaded tensor has lost bits of the saved tensor by a cast to a dtype."""
     value = local_tensor(saved).to(loaded.device)
     if saved.dtype is not loaded.dtype or torch.equal(value, here := local_tensor(loaded)):
         return False
