@@ -401,11 +401,16 @@ def _fingerprint_of(tensor: Tensor, record: ErrorTermRecord) -> Tensor:
     """Make the table for a checkpoint; the loaded table if no step has used the error terms since."""
     number = record.claim
     if number is None and is_packed(tensor):
-        parts = record.decoded_parts(chunk_on(tensor.device))
-        number = torch.stack([fingerprint(*part) for part in parts]).sum()
+        number = _fingerprint_of_packed(tensor, record)
     elif number is None:
         number = fingerprint(local_tensor(tensor), record.auxiliaries)
     return table_of(number, tensor)
+
+
+def _fingerprint_of_packed(tensor: Tensor, record: ErrorTermRecord) -> Tensor:
+    """Return this process's part of the fingerprint of a packed tensor."""
+    parts = record.decoded_parts(chunk_on(tensor.device))
+    return torch.stack([fingerprint(*part) for part in parts]).sum()
 
 
 def _warn_unsaved(optimizer: Optimizer) -> None:
@@ -530,6 +535,7 @@ def _read(optimizer: Optimizer, given: Mapping[str, Any], *, may_rename: bool = 
     else:
         kept = _kept_among(saved)
         _refuse_mismatches(optimizer, plain, saved, kept, may_rename=may_rename)
+        _refuse_damaged(plain, saved)
     live = {owner: tensor.dtype for owner, _, tensor in _held(optimizer, plain)}
     return _Load(plain, saved, kept, live)
 
@@ -836,6 +842,24 @@ def _refuse_mismatches(
                 _refuse_mismatch(auxiliaries, tensor, dtype, where)
 
 
+def _refuse_damaged(plain: StateDict, saved: Saved) -> None:
+    """Raise before anything is loaded if a packed tensor is not the one that was saved."""
+    for key, entries in plain["state"].items():
+        for slot, tensor in _state_slots(entries if isinstance(entries, dict) else {}):
+            auxiliaries, record = saved.get((key, slot), {}), record_of(tensor)
+            if not is_packed(tensor) or record is None or all(name != FINGERPRINT for _, name in auxiliaries):
+                continue
+            actual, pieces = _fingerprint_of_packed(tensor, record), sharding_of(tensor)
+            differs = _number_in(auxiliaries, tensor).to(actual.device) - actual
+            if bool(differs if pieces is None else pieces.sum(differs)):
+                raise CheckpointMismatchError(
+                    f"packed state in the format {record.format.name!r} with other bytes than were saved: "
+                    "the file is damaged, or values have been changed since",
+                    where=f"{key}.{slot}",
+                    remedy="load another copy of the file, or an older checkpoint",
+                )
+
+
 def _of_another_shape(saved: Tensor, owner: Tensor, spec: AuxiliarySpec) -> str:
     """Return the fault that a saved auxiliary is not of the shape that ``owner`` needs."""
     shape = tuple(owner.shape)
@@ -910,11 +934,13 @@ def _restore(optimizer: Optimizer, load: _Load) -> None:
     """Put saved error terms beside the loaded tensors; live error terms become zero if none are saved."""
     plain, saved = load.plain, load.saved
     kind, in_use = type(optimizer), memory_of_records()
-    claims, taken_over = _claims_in(kind), _taken_over(optimizer, plain)
+    claims, of_state, taken_over = _claims_in(kind), _claims_in(kind), _taken_over(optimizer, plain)
     _restore_wide(optimizer, load, taken_over)
     saved = saved | _of_renamed(optimizer, plain, saved)
     waiting: list[_Waiting] = []
     unused: list[str] = []
+    missing: list[str] = []
+    has_terms = any(slot == PARAMETER_SLOT for _, slot in saved)
     for owner, name, tensor in _held(optimizer, plain):
         live, auxiliaries = record_of(tensor), saved.get(owner)
         if auxiliaries and is_low_precision(tensor.dtype) and _wider(plain, owner) is not None:
@@ -923,15 +949,21 @@ def _restore(optimizer: Optimizer, load: _Load) -> None:
         if is_packed(tensor) and live is not None:
             live.drop_claim()  # it was loaded packed, with its buffers
         elif auxiliaries and (is_low_precision(tensor.dtype) or _was_packed(tensor, auxiliaries)):
-            _put_beside(tensor, auxiliaries, name, claims, in_use if owner[0] in taken_over else None)
+            of_slot = of_state if owner[1] != PARAMETER_SLOT and is_low_precision(tensor.dtype) else claims
+            _put_beside(tensor, auxiliaries, name, of_slot, in_use if owner[0] in taken_over else None)
         elif auxiliaries:
             if not _add_to(tensor, auxiliaries):
                 unused.append(f"{name} ({tensor.dtype})")
+        elif live is not None and live in _whole and live.claim is not None:
+            continue  # its whole value has just been loaded
         elif is_low_precision(tensor.dtype):
             if live is not None:
+                _whole.discard(live)
                 live.clear()
             wider = _wider(plain, owner)
-            if wider is not None or _has_been_stepped(plain, owner):
+            if has_terms and owner[1] == PARAMETER_SLOT and plain["state"].get(owner[0]):
+                missing.append(name)  # others have theirs
+            elif wider is not None or _has_been_stepped(plain, owner):
                 waiting.append(_Waiting(name, TensorWeakRef(tensor), wider))
     if unused:
         _warn_of_checkpoint(
@@ -939,6 +971,9 @@ def _restore(optimizer: Optimizer, load: _Load) -> None:
             f"error terms of {some(unused)}, which have other values than those were saved beside (load the "
             "weights of a model before its optimizer); they are left out",
         )
+    if missing:
+        _warn_of_missing(kind, missing)
+    of_state.settle()  # its values have been loaded, too; those of parameters may be loaded later
     _waiting[optimizer] = waiting
     if optimizer in _compiled:
         _fill_waiting(optimizer, _waiting.pop(optimizer))
@@ -1180,6 +1215,16 @@ class _Waiting(NamedTuple):
 _waiting: WeakKeyDictionary[Optimizer, list[_Waiting]] = WeakKeyDictionary()
 
 
+#: Records of parameters whose whole values have been loaded, with a claim until the next step.
+_whole: WeakSet[ErrorTermRecord] = WeakSet()
+
+
+def note_whole(name: str, record: ErrorTermRecord, hi: Tensor, claims: Claims) -> None:
+    """Note that a whole value has been loaded: state dicts without error terms leave it whole."""
+    _whole.add(record)
+    claims.add(name, record, fingerprint(local_tensor(hi), record.auxiliaries))
+
+
 def note_eager_step(optimizer: Optimizer) -> None:
     """Note that an optimizer whose step is not compiled is about to take an eager step.
 
@@ -1224,8 +1269,8 @@ def _fill_waiting(optimizer: Optimizer, waiting: Iterable[_Waiting]) -> None:
         if (before := format_before(name, optimizer)) is not None:  # torch has replaced this state tensor
             ensure_record(tensor, before, name=name)
         record = record_of(tensor)
-        if record is None or not record.format.keeps_error:
-            continue  # it needs no error terms
+        if record is None or not record.format.keeps_error or record in _whole:
+            continue  # it needs no error terms, or its whole value has been loaded since
         if wider is None:
             missing.append(name)
         else:
@@ -1234,11 +1279,16 @@ def _fill_waiting(optimizer: Optimizer, waiting: Iterable[_Waiting]) -> None:
                 rest = whole - hi.to(whole.dtype)
                 record.replace_contents(record.format.beside(hi, rest.float()))
     if missing:
-        warnings.warn(
-            f"collage_fx: no error terms of {some(missing)} have been loaded into "
-            f"{type(optimizer).__name__}; they start from zero. {WHY_NONE}",
-            stacklevel=3,
-        )
+        _warn_of_missing(type(optimizer), missing)
+
+
+def _warn_of_missing(kind: type[Optimizer], names: Sequence[str]) -> None:
+    """Warn of tensors for which a checkpoint holds no error terms."""
+    warnings.warn(
+        f"collage_fx: no error terms of {some(names)} have been loaded into {kind.__name__}; they start from "
+        f"zero. {WHY_NONE}",
+        stacklevel=4,
+    )
 
 
 WHY_NONE = (
