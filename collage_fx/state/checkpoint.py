@@ -843,7 +843,7 @@ def _refuse_mismatches(
 
 
 def _refuse_damaged(plain: StateDict, saved: Saved) -> None:
-    """Raise before anything is loaded if a packed tensor is not the one that was saved."""
+    """Raise before anything is loaded if a packed tensor has not the bytes that were saved."""
     for key, entries in plain["state"].items():
         for slot, tensor in _state_slots(entries if isinstance(entries, dict) else {}):
             auxiliaries, record = saved.get((key, slot), {}), record_of(tensor)
