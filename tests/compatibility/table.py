@@ -338,7 +338,7 @@ def _same_error(old: str, new: str) -> bool:
     if not (_ERROR.match(old) and _ERROR.match(new)) or _ERROR.sub("", old, 1) != _ERROR.sub("", new, 1):
         return False
     low, high = sorted(map(_value, (old, new)))
-    return high - low <= WITHIN * high
+    return math.isfinite(high) and high - low <= WITHIN * high
 
 
 def _value(error: str) -> float:
