@@ -6,14 +6,17 @@ import json
 import math
 import re
 import signal
+from collections.abc import Iterator
 from dataclasses import replace
+from importlib.metadata import PackageNotFoundError
 from multiprocessing.connection import Connection
 from pathlib import Path
 
 import pytest
 
 from collage_fx.budgets import TOLERANCE
-from collage_fx.tools.audit import COMPENSATED, FAILED, REFUSED, Measurement, falls_short
+from collage_fx.tools.audit import COMPENSATED, FAILED, REFUSED, UNSUPPORTED, Measurement, falls_short
+from tests.compatibility import __main__ as command
 from tests.compatibility import third_party, torch_optim
 from tests.compatibility.__main__ import ANSWER, DETAILS, MEASURED, pages
 from tests.compatibility.catalog import BUDGETS, Row, Subject, rows_of
@@ -24,10 +27,12 @@ from tests.compatibility.table import (
     Line,
     differences,
     dump,
+    is_good,
     key_of,
     line_of,
     read,
     torch_version,
+    worse,
 )
 from tests.compatibility.worker import Worker
 
@@ -64,6 +69,38 @@ def test_default_options_measured_again(subject: Subject) -> None:
             assert met.bytes <= budgets.get(name, math.inf) * (1 + TOLERANCE)
     if torch_version() == WRITTEN_WITH:
         assert differences(WRITTEN[key_of(row)], line_of(row, measured)) == []
+
+
+@pytest.fixture(scope="module")
+def worker() -> Iterator[Worker]:
+    """Process of its own, as packages patch torch."""
+    worker = Worker(time_limit=300)
+    yield worker
+    worker.stop()
+
+
+ONE_OF_EACH = [next(iter(rows_of(subject))) for subject in (*torch_optim.SUBJECTS, *third_party.SUBJECTS)]
+
+
+@pytest.mark.rotating
+@pytest.mark.parametrize("row", ONE_OF_EACH, ids=lambda row: row.name)
+def test_a_row_is_no_worse_on_other_shapes_and_resumed(row: Row, worker: Worker) -> None:
+    """A few interpreted steps: the nightly ``./dev compat --check`` takes all of them, compiled."""
+    try:
+        row.subject.version  # noqa: B018
+    except PackageNotFoundError:
+        pytest.skip(f"{row.subject.package} is not installed: pip install 'collage-fx[compat]'")
+    written = WRITTEN.get(key_of(row))
+    if written is None or NOT_TRIED in (written.resumed, written.other_shapes):
+        pytest.skip("the nightly run has not measured this row yet")
+    if not is_good(written.resumed):
+        pytest.skip(f"known: {written.resumed}")
+    met = worker.measure_quickly(next(iter(row.variants())).name)
+    assert met.outcome in (COMPENSATED, UNSUPPORTED), met.reason
+    if met.error is not None and is_good(written.other_shapes):
+        assert met.plain is not None
+        assert met.single is not None
+        assert met.error <= 2 * met.single or not falls_short(met.plain, met.error)
 
 
 def test_the_file_reads_back_as_it_was_written() -> None:
@@ -110,6 +147,60 @@ def test_differences_are_seen() -> None:
         *(("error_5", NOT_TRIED), ("error_5", "refused {z}"), ("error_5", "0.01 (100×)")),
     ):
         assert len(differences(line, replace(line, **{cell: other}))) == 1
+
+
+def test_worse_is_told_from_other(capsys: pytest.CaptureFixture[str]) -> None:
+    line = replace(
+        example(), other_shapes="0.010 (99×) {eager torch refuses 0-d (ValueError)}", resumed="same bits"
+    )
+    other = {"graphs": "2", "left": "1 × x {y}", "seconds": "99", "error": "0.0101 (98×)", "bytes": "9"}
+    better = {
+        "error_8": "0.02 (50×)",
+        "error_5": "0.1 (10×)",
+        "outcome": "compensated",
+        "error": "< 0.001 (9×)",
+    }
+    bad = {
+        "error": ("0.012 (83×)", "nan (nan×)", "inf (0×)"),
+        "error_8": ("0.02 (50×) silently plain {x}", "fails {x}", "0.03 (33×) inaccurate {x}"),
+        "bytes": ("10.1",),
+        "other_shapes": ("0.02 (50×) {x}", "fails {ValueError: x}", "0.010 (99×) inaccurate {x}"),
+        "resumed": ("differs {2 tensors, p first}", "fails {KeyError}", "refused {x}"),
+        "outcome": ("refused {x}; fails {x}", "silently plain {y}"),
+    }
+    assert worse(line, replace(line, **other)) == []
+    assert worse(line, replace(line, **better)) == []
+    assert worse(replace(line, resumed=NOT_TRIED), replace(line, resumed="fails {x}")) == []
+    for cell, values in bad.items():
+        for value in values:
+            assert len(worse(line, replace(line, **{cell: value}))) == 1, (cell, value)
+            assert worse(replace(line, **{cell: value}), line) == []
+
+
+def test_the_command_names_rows_that_are_worse(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    line = next(
+        line for line in WRITTEN.values() if line.optimizer == "AdamW" and line.package.startswith("torch ")
+    )
+    file = tmp_path / "measured.json"
+    file.write_text(TEXT)
+    monkeypatch.setattr(command, "MEASURED", file)
+    monkeypatch.setattr(command, "write_pages", lambda: None)
+    measured = [replace(line, error="0.5 (2×)")]
+    monkeypatch.setattr(command, "measure_all", lambda rows, **options: measured)
+    assert command.main(["--only", "AdamW", "--torch"]) == 1
+    assert f"WORSE: {' '.join(line.key)}: error: {line.error!r} is written" in capsys.readouterr().out
+    assert read(file.read_text())[line.key] == line
+    assert command.main(["--only", "AdamW", "--torch", "--accept"]) == 0
+    assert read(file.read_text())[line.key] == measured[0]
+
+
+def test_parts_are_all_rows() -> None:
+    parts = [command.selected(command.parse_arguments(["--part", part])) for part in ("1/3", "2/3", "3/3")]
+    names = [row.name for rows in parts for row in rows]
+    assert sorted(names) == sorted(row.name for row in command.selected(command.parse_arguments([])))
+    assert max(map(len, parts)) - min(map(len, parts)) <= 1
 
 
 def test_a_budget_that_is_worse_than_plain_is_seen() -> None:

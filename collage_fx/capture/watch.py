@@ -104,6 +104,7 @@ from collage_fx.state import (
     carry_along,
     has_error_terms,
     held_optimizers,
+    is_adopted,
     known_tensors,
     note_eager_step,
     note_held,
@@ -834,7 +835,9 @@ def _take_over_or_refuse(optimizer: Optimizer, name: str, owner: Optimizer | Non
         reason = f"{type(owner).__name__}, which holds it, calls them outside of its own step"
         record(optimizer, requested.request, reason)
         return
-    strict = _Requests.newest_is_strict if requested is None else requested.request.strict
+    # Error terms of a checkpoint that this optimizer has loaded itself belong to no compiled step.
+    is_newest_strict = _Requests.newest_is_strict and not is_adopted(optimizer)
+    strict = is_newest_strict if requested is None else requested.request.strict
     raise_or_warn(optimizer, _of_another(optimizer, name, owner), strict=strict)
 
 

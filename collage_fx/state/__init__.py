@@ -10,6 +10,7 @@ from collage_fx.state.checkpoint import (
     adopt,
     carry_along,
     forget_compiled,
+    is_adopted,
     load_flat,
     note_compiled,
     note_eager_step,

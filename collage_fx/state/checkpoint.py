@@ -217,8 +217,8 @@ class _OwnLoad:
 
     Attributes:
         optimizer: the optimizer.
-        plain, saved, kept: as in :class:`_Load`; ``saved`` and ``kept`` become empty when torch's load, of this
-            optimizer or of one within that is given the same entries, takes them over.
+        plain, saved, kept: as in :class:`_Load`. The last two become empty when torch's load takes them over:
+            of this optimizer, or of one within that is given the same entries.
     """
 
     optimizer: Optimizer
@@ -314,7 +314,7 @@ def _after_save(optimizer: Optimizer, saved: StateDict) -> StateDict | None:
 
 
 def _save_by_own(optimizer: Optimizer, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Call a class's own ``state_dict``, and add the error terms to what it returns."""
+    """Call a class's own ``state_dict``, and add the error terms to its result."""
     _own_saves.append(optimizer)
     try:
         made = method(*args, **kwargs)
@@ -325,16 +325,16 @@ def _save_by_own(optimizer: Optimizer, method: Callable[..., Any], *args: Any, *
     if _is_torchs_layout(made):
         return _with_entries(optimizer, made)
     _, saved = _separated(_with_entries(optimizer, _numbered(optimizer)))
-    _kept_among(saved)
     present = {storage_of(each) for each in pytree.tree_leaves(made) if isinstance(each, Tensor)}
     table = {
         f"{owner[0]}.{owner[1]}.{format_name}.{auxiliary}": tensor
         for owner, auxiliaries in saved.items()
         if not all(
             storage_of(each) in present
-            for (_, name), each in auxiliaries.items()
-            if each.dim() and name != FINGERPRINT
+            for (format_name, name), each in auxiliaries.items()
+            if each.dim() and name != FINGERPRINT and format_name != KEPT
         )
+        or any(format_name == KEPT for format_name, _ in auxiliaries)
         for (format_name, auxiliary), tensor in auxiliaries.items()
     }
     return {**made, SHARED: table} if table else made
@@ -409,11 +409,16 @@ def _fingerprint_of(tensor: Tensor, record: ErrorTermRecord) -> Tensor:
     """Make the table for a checkpoint; the loaded table if no step has used the error terms since."""
     number = record.claim
     if number is None and is_packed(tensor):
-        parts = record.decoded_parts(chunk_on(tensor.device))
-        number = torch.stack([fingerprint(*part) for part in parts]).sum()
+        number = _fingerprint_of_packed(tensor, record)
     elif number is None:
         number = fingerprint(local_tensor(tensor), record.auxiliaries)
     return table_of(number, tensor)
+
+
+def _fingerprint_of_packed(tensor: Tensor, record: ErrorTermRecord) -> Tensor:
+    """Return this process's part of the fingerprint of a packed tensor."""
+    parts = record.decoded_parts(chunk_on(tensor.device))
+    return torch.stack([fingerprint(*part) for part in parts]).sum()
 
 
 def _warn_unsaved(optimizer: Optimizer) -> None:
@@ -525,19 +530,20 @@ def _before_load(optimizer: Optimizer, given: StateDict) -> StateDict | None:
     return load.plain
 
 
-def _read(optimizer: Optimizer, given: Mapping[str, Any]) -> _Load:
-    """Separate a state dict from our keys, and refuse those that do not fit.
+def _read(optimizer: Optimizer, given: Mapping[str, Any], *, may_rename: bool = False) -> _Load:
+    """Separate a state dict from our keys, and refuse keys that do not fit.
 
-    In a class's own load, which is given none of our keys, they are those of the dict that the class was given.
+    In a class's own load, which is given none of our keys, they are those that the class was given.
     """
-    plain, saved = _separated(given)
+    plain, saved = _separated(dict(given))
     saved |= _left_out.get(optimizer, {})
     outer = _own_loads[-1] if _own_loads else None
     if not saved and outer is not None and _keys_in(outer.plain) == _keys_in(plain):
         saved, kept, outer.saved, outer.kept = outer.saved, outer.kept, {}, {}
     else:
         kept = _kept_among(saved)
-        _refuse_mismatches(optimizer, plain, saved, kept)
+        _refuse_mismatches(optimizer, plain, saved, kept, may_rename=may_rename)
+        _refuse_damaged(plain, saved)
     live = {owner: tensor.dtype for owner, _, tensor in _held(optimizer, plain)}
     return _Load(plain, saved, kept, live)
 
@@ -563,41 +569,53 @@ def _load_by_own(optimizer: Optimizer, method: Callable[..., Any], *args: Any, *
     name, given = next(iter(bound.arguments.items()), ("", None))
     if not isinstance(given, Mapping):
         return method(*args, **kwargs)
-    if is_torchs := _is_torchs_layout(given):
-        plain, saved, kept, live = _read(optimizer, given)
+    table: Saved = {}
+    if _is_torchs_layout(given):
+        load = _read(optimizer, given, may_rename=True)
     else:
-        saved, kept, live = _of_table(given.get(SHARED, {})), {}, {}
-        plain = {key: value for key, value in given.items() if key != SHARED}
+        table = _of_table(given.get(SHARED, {}))
+        load = _Load({key: value for key, value in given.items() if key != SHARED}, {}, {}, {})
+    _own_loads.append(own := _OwnLoad(optimizer, load.plain, load.saved, load.kept))
+    bound.arguments[name] = load.plain
     _loading.pop(optimizer, None)
-    _own_loads.append(own := _OwnLoad(optimizer, plain, saved, kept) if is_torchs else _OwnLoad(optimizer, {}, {}, {}))
-    bound.arguments[name] = plain
     try:
         result = method(*bound.args, **bound.kwargs)
     finally:
         _own_loads.pop()
-    if not is_torchs:
-        _loading.pop(optimizer, None)
-        _restore_table(optimizer, saved)
+    if not _is_torchs_layout(given):
+        _restore_table(optimizer, table, _loading.pop(optimizer, None))
     elif own.saved or own.kept:  # the class has not called torch's load
-        _loading[optimizer] = _Load(plain, own.saved, own.kept, live)
+        _loading[optimizer] = load._replace(saved=own.saved, kept=own.kept)
     _after_load(optimizer)
     return result
 
 
 def _of_table(table: Mapping[str, Tensor]) -> Saved:
     """Return the error terms in the table of a state dict of another layout than torch's."""
-    saved: Saved = {}
+    by_number: dict[int | None, dict[str, Tensor]] = {}
     for key, tensor in table.items():
         number, _, rest = key.partition(".")
-        for owner, auxiliaries in _by_owner(int(number) if number.isdigit() else None, {rest: tensor}).items():
-            saved.setdefault(owner, {}).update(auxiliaries)
+        by_number.setdefault(int(number) if number.isdigit() else None, {})[rest] = tensor
+    saved: Saved = {}
+    for parameter, keyed in by_number.items():
+        saved |= _by_owner(parameter, keyed)
     return saved
 
 
-def _restore_table(optimizer: Optimizer, saved: Saved) -> None:
-    """Put the error terms of a table beside the tensors that the class's own load has left."""
-    plain = _numbered(optimizer)
-    _refuse_mismatches(optimizer, plain, saved, {})
+def _restore_table(optimizer: Optimizer, saved: Saved, load: _Load | None) -> None:
+    """Put the error terms of a table beside the tensors that the class's own load has left.
+
+    Args:
+        optimizer: the optimizer.
+        saved: error terms, by the number of a parameter.
+        load: contents of what torch's load of this optimizer was given, if the class has called it.
+    """
+    plain, kept = _numbered(optimizer), _kept_among(saved)
+    _refuse_mismatches(optimizer, plain, saved, kept)
+    if load is not None:
+        keys = dict(enumerate(_keys_in(load.plain)))
+        of_keys = {(keys.get(number, number), slot): each for (number, slot), each in kept.items()}
+        _restore_wide(optimizer, load._replace(kept=load.kept | of_keys), set())
     claims = _claims_in(type(optimizer))
     for owner, name, tensor in _held(optimizer, plain):
         if (auxiliaries := saved.get(owner)) and is_low_precision(tensor.dtype):
@@ -817,8 +835,13 @@ def _saved_zero() -> Tensor:
     return COUNT.saved(COUNT.zeros(torch.device("cpu")))
 
 
-def _refuse_mismatches(optimizer: Optimizer, plain: StateDict, saved: Saved, kept: Kept) -> None:
-    """Raise before anything is loaded if an error term does not fit the tensor it belongs to."""
+def _refuse_mismatches(
+    optimizer: Optimizer, plain: StateDict, saved: Saved, kept: Kept, *, may_rename: bool = False
+) -> None:
+    """Raise before anything is loaded if an error term does not fit the tensor it belongs to.
+
+    State of another name is looked for after the load if the class's own method may rename it.
+    """
     names = {None: ""}
     owners: dict[Owner, tuple[Tensor, torch.dtype]] = {}
     for slot, tensor in _shared_in(plain):
@@ -832,12 +855,32 @@ def _refuse_mismatches(optimizer: Optimizer, plain: StateDict, saved: Saved, kep
         if key in names and auxiliaries:  # torch refuses other numbers of parameters, in its own words
             where = f"{names[key]}{slot}"
             if (key, slot) not in owners:
+                if may_rename:
+                    continue
                 raise _mismatch("error terms of a state that the checkpoint does not hold", where)
             tensor, dtype = owners[key, slot]
             if _is_packed_format(auxiliaries):
                 dtype = tensor.dtype  # codes are those of the saved tensor, which torch may cast
             if is_low_precision(dtype) or (dtype is torch.float32 and _is_packed_format(auxiliaries)):
                 _refuse_mismatch(auxiliaries, tensor, dtype, where)
+
+
+def _refuse_damaged(plain: StateDict, saved: Saved) -> None:
+    """Raise before anything is loaded if a packed tensor has not the bytes that were saved."""
+    for key, entries in plain["state"].items():
+        for slot, tensor in _state_slots(entries if isinstance(entries, dict) else {}):
+            auxiliaries, record = saved.get((key, slot), {}), record_of(tensor)
+            if not is_packed(tensor) or record is None or all(name != FINGERPRINT for _, name in auxiliaries):
+                continue
+            actual, pieces = _fingerprint_of_packed(tensor, record), sharding_of(tensor)
+            differs = _number_in(auxiliaries, tensor).to(actual.device) - actual
+            if bool(differs if pieces is None else pieces.sum(differs)):
+                raise CheckpointMismatchError(
+                    f"packed state in the format {record.format.name!r} with other bytes than were saved: "
+                    "the file is damaged, or values have been changed since",
+                    where=f"{key}.{slot}",
+                    remedy="load another copy of the file, or an older checkpoint",
+                )
 
 
 def _of_another_shape(saved: Tensor, owner: Tensor, spec: AuxiliarySpec) -> str:
@@ -914,11 +957,13 @@ def _restore(optimizer: Optimizer, load: _Load) -> None:
     """Put saved error terms beside the loaded tensors; live error terms become zero if none are saved."""
     plain, saved = load.plain, load.saved
     kind, in_use = type(optimizer), memory_of_records()
-    claims, taken_over = _claims_in(kind), _taken_over(optimizer, plain)
+    claims, of_state, taken_over = _claims_in(kind), _claims_in(kind), _taken_over(optimizer, plain)
     _restore_wide(optimizer, load, taken_over)
     saved = saved | _of_renamed(optimizer, plain, saved)
     waiting: list[_Waiting] = []
     unused: list[str] = []
+    missing: list[str] = []
+    has_terms = any(slot == PARAMETER_SLOT for _, slot in saved)
     for owner, name, tensor in _held(optimizer, plain):
         live, auxiliaries = record_of(tensor), saved.get(owner)
         if auxiliaries and is_low_precision(tensor.dtype) and _wider(plain, owner) is not None:
@@ -927,15 +972,21 @@ def _restore(optimizer: Optimizer, load: _Load) -> None:
         if is_packed(tensor) and live is not None:
             live.drop_claim()  # it was loaded packed, with its buffers
         elif auxiliaries and (is_low_precision(tensor.dtype) or _was_packed(tensor, auxiliaries)):
-            _put_beside(tensor, auxiliaries, name, claims, in_use if owner[0] in taken_over else None)
+            of_slot = of_state if owner[1] != PARAMETER_SLOT and is_low_precision(tensor.dtype) else claims
+            _put_beside(tensor, auxiliaries, name, of_slot, in_use if owner[0] in taken_over else None)
         elif auxiliaries:
             if not _add_to(tensor, auxiliaries):
                 unused.append(f"{name} ({tensor.dtype})")
+        elif live is not None and live in _whole and live.claim is not None:
+            continue  # its whole value has just been loaded
         elif is_low_precision(tensor.dtype):
             if live is not None:
+                _whole.discard(live)
                 live.clear()
             wider = _wider(plain, owner)
-            if wider is not None or _has_been_stepped(plain, owner):
+            if has_terms and owner[1] == PARAMETER_SLOT and plain["state"].get(owner[0]):
+                missing.append(name)  # others have theirs
+            elif wider is not None or _has_been_stepped(plain, owner):
                 waiting.append(_Waiting(name, TensorWeakRef(tensor), wider))
     if unused:
         _warn_of_checkpoint(
@@ -943,6 +994,9 @@ def _restore(optimizer: Optimizer, load: _Load) -> None:
             f"error terms of {some(unused)}, which have other values than those were saved beside (load the "
             "weights of a model before its optimizer); they are left out",
         )
+    if missing:
+        _warn_of_missing(kind, missing)
+    of_state.settle()  # its values have been loaded, too; those of parameters may be loaded later
     _waiting[optimizer] = waiting
     if optimizer in _compiled:
         _fill_waiting(optimizer, _waiting.pop(optimizer))
@@ -950,21 +1004,22 @@ def _restore(optimizer: Optimizer, load: _Load) -> None:
 
 
 def _of_renamed(optimizer: Optimizer, plain: StateDict, saved: Saved) -> Saved:
-    """Find the state to which a class's own load has given another name; return its error terms by that name."""
+    """Return error terms of state that a class's own load has renamed, by its new name."""
     held = {owner: tensor for owner, _, tensor in _held(optimizer, plain)}
     keys, found = {key for key, _ in held}, Saved()
     lost = {owner: each for owner, each in saved.items() if owner not in held and owner[0] in keys and each}
     for (key, slot), auxiliaries in lost.items():
         for owner, tensor in held.items():
-            if owner[0] == key and owner not in saved and is_low_precision(tensor.dtype):
-                if owner not in found and _fitting_terms(tensor, auxiliaries, tensor.dtype) is not None:
-                    found[owner] = auxiliaries
-                    break
+            is_free = owner[0] == key and owner not in saved and owner not in found
+            is_alike = is_free and is_low_precision(tensor.dtype)
+            if is_alike and _fitting_terms(tensor, auxiliaries, tensor.dtype) is not None:
+                found[owner] = auxiliaries
+                break
         else:
             _warn_of_checkpoint(
                 type(optimizer),
-                f"error terms of {slot!r} of parameter {key}, which {type(optimizer).__name__}.load_state_dict "
-                "has not loaded; they are left out",
+                f"error terms of {slot!r} of parameter {key}, which its load_state_dict has not loaded; they "
+                "are left out",
             )
     return found
 
@@ -993,9 +1048,10 @@ def _restore_wide(optimizer: Optimizer, load: _Load, taken_over: set[Any]) -> No
         )
         new: dict[int, Tensor] = {}
         for slot, tensor in _state_slots(optimizer.state.get(parameter)):
-            if (saved := slots.get(slot)) is None or is_spared(slot) or is_packed(tensor):
-                continue
             dtype, held = load.kept.get((key, slot), (None, None))
+            saved = slots.get(slot, None if dtype is None else _renamed_from(tensor, dtype, slots.values()))
+            if saved is None or is_spared(slot) or is_packed(tensor):
+                continue
             if dtype is None and is_wide(saved.dtype, parameter):
                 live = load.live.get((key, slot))
                 if is_kept_wide(saved, parameter, live, was_low_precision=was_low_precision):
@@ -1023,8 +1079,15 @@ def _restore_wide(optimizer: Optimizer, load: _Load, taken_over: set[Any]) -> No
         )
 
 
+def _renamed_from(loaded: Tensor, dtype: torch.dtype, saved: Iterable[Tensor]) -> Tensor | None:
+    """Find the saved tensor of a dtype whose cast a loaded tensor is, by its values."""
+    here = local_tensor(loaded)
+    alike = ((each, local_tensor(each)) for each in saved if each.dtype is dtype)
+    return next((each for each, value in alike if torch.equal(value.to(here.device, here.dtype), here)), None)
+
+
 def _is_rounding_of(saved: Tensor, loaded: Tensor, dtype: torch.dtype) -> bool:
-    """Return whether a tensor is a saved one that torch's load has cast, and the class's own has cast back."""
+    """Return whether a loaded tensor has lost bits of the saved tensor by a cast to a dtype."""
     value = local_tensor(saved).to(loaded.device)
     if saved.dtype is not loaded.dtype or torch.equal(value, here := local_tensor(loaded)):
         return False
@@ -1175,6 +1238,16 @@ class _Waiting(NamedTuple):
 _waiting: WeakKeyDictionary[Optimizer, list[_Waiting]] = WeakKeyDictionary()
 
 
+#: Records of parameters whose whole values have been loaded, with a claim until the next step.
+_whole: WeakSet[ErrorTermRecord] = WeakSet()
+
+
+def note_whole(name: str, record: ErrorTermRecord, hi: Tensor, claims: Claims) -> None:
+    """Note that a whole value has been loaded: state dicts without error terms leave it whole."""
+    _whole.add(record)
+    claims.add(name, record, fingerprint(local_tensor(hi), record.auxiliaries))
+
+
 def note_eager_step(optimizer: Optimizer) -> None:
     """Note that an optimizer whose step is not compiled is about to take an eager step.
 
@@ -1219,8 +1292,8 @@ def _fill_waiting(optimizer: Optimizer, waiting: Iterable[_Waiting]) -> None:
         if (before := format_before(name, optimizer)) is not None:  # torch has replaced this state tensor
             ensure_record(tensor, before, name=name)
         record = record_of(tensor)
-        if record is None or not record.format.keeps_error:
-            continue  # it needs no error terms
+        if record is None or not record.format.keeps_error or record in _whole:
+            continue  # it needs no error terms, or its whole value has been loaded since
         if wider is None:
             missing.append(name)
         else:
@@ -1229,11 +1302,16 @@ def _fill_waiting(optimizer: Optimizer, waiting: Iterable[_Waiting]) -> None:
                 rest = whole - hi.to(whole.dtype)
                 record.replace_contents(record.format.beside(hi, rest.float()))
     if missing:
-        warnings.warn(
-            f"collage_fx: no error terms of {some(missing)} have been loaded into "
-            f"{type(optimizer).__name__}; they start from zero. {WHY_NONE}",
-            stacklevel=3,
-        )
+        _warn_of_missing(type(optimizer), missing)
+
+
+def _warn_of_missing(kind: type[Optimizer], names: Sequence[str]) -> None:
+    """Warn of tensors for which a checkpoint holds no error terms."""
+    warnings.warn(
+        f"collage_fx: no error terms of {some(names)} have been loaded into {kind.__name__}; they start from "
+        f"zero. {WHY_NONE}",
+        stacklevel=4,
+    )
 
 
 WHY_NONE = (

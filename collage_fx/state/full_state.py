@@ -9,6 +9,7 @@ time there is at most one such tensor, apart from those that the reader keeps.
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -27,7 +28,8 @@ from collage_fx.errors import (
     UnsupportedTensorError,
 )
 from collage_fx.numerics import ERROR_FORMATS, is_low_precision
-from collage_fx.state.checkpoint import adopt
+from collage_fx.state.checkpoint import adopt, note_whole
+from collage_fx.state.claims import Claims, some
 from collage_fx.state.error_terms import (
     ensure_record,
     full_value,
@@ -39,6 +41,8 @@ from collage_fx.state.error_terms import (
 from collage_fx.state.optimizers import parameter_names
 from collage_fx.state.safetensors_file import NAMES, SafetensorsFile, write_safetensors
 from collage_fx.torch_compat import sharding_of, whole_tensor
+
+log = logging.getLogger("collage_fx")
 
 
 def full_state_dict(
@@ -223,6 +227,7 @@ def load_full_state_dict(
         if record is not None and id(target) in stepped:
             require_format(record, kept_in, name=name)
 
+    claims = Claims(lambda names: log.info("%s: loaded, so error terms start from zero", some(names)))
     with torch.no_grad():
         for name in sources:
             target = held[name]
@@ -232,7 +237,9 @@ def load_full_state_dict(
             is_stepped = id(target) in stepped and is_low_precision(target.dtype)
             record = ensure_record(target, kept_in, name=name) if is_stepped else None
             write(target, sources[name], record)
-            if record is None and (live := record_of(target)) is not None:
+            if record is not None:
+                note_whole(name, record, target, claims)
+            elif (live := record_of(target)) is not None:
                 live.clear()
 
 

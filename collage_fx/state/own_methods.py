@@ -1,4 +1,4 @@
-"""Methods of an optimizer instance around those of its class, for classes that override torch's."""
+"""Methods of an optimizer instance, around the methods by which its class overrides torch's."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def wrap_own_method(optimizer: Optimizer, name: str, around: Callable[..., Any])
     """Put a function around a method of an optimizer, unless the method is torch's own."""
     is_torchs = getattr(type(optimizer), name) is getattr(Optimizer, name)
     if name in vars(optimizer) or not is_torchs:
-        setattr(optimizer, name, OwnMethod(optimizer, name, around))
+        vars(optimizer)[name] = OwnMethod(optimizer, name, around)
 
 
 def without_own_methods(attributes: Iterable[tuple[str, Any]]) -> dict[str, Any]:

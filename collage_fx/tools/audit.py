@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 import io
+import itertools
 import math
 import re
 import sys
@@ -20,6 +21,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -244,7 +246,7 @@ def audit(
         )
     trial = Trial(make, tuple(map(tuple, shapes)), dtype, steps, options=options)
     with contextlib.redirect_stdout(io.StringIO()):  # some optimizers print messages
-        subject = make(_weights(trial, dtype))
+        subject = make(weights_of(trial, dtype))
         measured = {
             name: measure_trial(replace(trial, schedule=schedule)) for name, schedule in schedules.items()
         }
@@ -273,6 +275,9 @@ class Trial:
         why_inaccurate: known reason why the optimizer's update rule differs between low precision and
             float64; empty if there is none.
         options: options of the backend.
+        backend: makes the backend of the options.
+        with_decay: whether weight decay is measured, in steps without gradients.
+        of_each: whether the errors are those of the worst parameter, not of all of them together.
     """
 
     make: Make
@@ -286,6 +291,9 @@ class Trial:
     is_still: bool = False
     why_inaccurate: str = ""
     options: Mapping[str, Any] = field(default_factory=dict)
+    backend: Callable[..., CollageBackend] = CollageBackend
+    with_decay: bool = True
+    of_each: bool = False
 
 
 def falls_short(plain: float, compensated: float) -> bool:
@@ -313,9 +321,9 @@ def measure_trial(trial: Trial) -> Measurement:
             measured.notes.append(f"no {each} run: {_message(error)}")
     exact = runs.get(torch.float64)
     if exact is not None:
-        measured.plain = _relative_error(runs[trial.dtype], exact)
+        measured.plain = relative_error(trial, runs[trial.dtype], exact)
         if torch.float32 in runs:
-            measured.single = _relative_error(runs[torch.float32], exact)
+            measured.single = relative_error(trial, runs[torch.float32], exact)
     if exact is not None and not (exact.any() and exact.isfinite().all()):
         measured.outcome = NOTHING_TO_COMPARE
         finite = "no parameter moves" if exact.isfinite().all() else "parameters become infinite or NaN"
@@ -323,13 +331,14 @@ def measure_trial(trial: Trial) -> Measurement:
         return measured
     moved = _compiled_displacement(trial, measured)
     if moved is not None and exact is not None:
-        measured.error = _relative_error(moved, exact)
+        measured.error = relative_error(trial, moved, exact)
         if measured.outcome == COMPENSATED and _is_inaccurate(measured):
             measured.outcome = INACCURATE
             measured.reason = trial.why_inaccurate or "although there are error terms"
         if measured.outcome == PACKED and measured.error > MOST_OF_PACKED:
             measured.outcome, measured.reason = INACCURATE, "although most state is float32's to 8 bits"
-    if measured.outcome == COMPENSATED and trial.schedule is None and not trial.sparse:
+    measures_decay = trial.with_decay and trial.schedule is None and not trial.sparse
+    if measured.outcome == COMPENSATED and measures_decay:
         _measure_decay(replace(trial, steps=STEPS_OF_DECAY, is_still=True), measured)
     return measured
 
@@ -355,7 +364,8 @@ def _is_inaccurate(measured: Measurement) -> bool:
 # Runs. ------------------------------------------------------------------------------------------------------
 
 
-def _weights(trial: Trial, dtype: torch.dtype) -> Parameters:
+def weights_of(trial: Trial, dtype: torch.dtype) -> Parameters:
+    """Make the parameters that all runs start from, and seed the generators."""
     torch.manual_seed(0)  # for optimizers that draw random numbers from torch or from NumPy
     if "numpy" in sys.modules:
         sys.modules["numpy"].random.seed(0)
@@ -376,14 +386,19 @@ def _gradients(trial: Trial, dtype: torch.dtype) -> Iterator[list[Tensor]]:
         yield [g.to_sparse(1) for g in gradients] if trial.sparse else gradients
 
 
-def _take_steps(
-    trial: Trial, optimizer: Optimizer, parameters: Parameters, after: Callable[[], object] = bool
+def take_steps(
+    trial: Trial,
+    optimizer: Optimizer,
+    parameters: Parameters,
+    after: Callable[[], object] = bool,
+    *,
+    first: int = 0,
 ) -> None:
-    """Take all steps; call ``after`` after each."""
+    """Take all steps from the ``first`` on; call ``after`` after each."""
     lrs = [group.get("lr") for group in optimizer.param_groups]
     closure = inspect.signature(type(optimizer).step).parameters.get("closure")
     needs_closure = trial.closure or (closure is not None and closure.default is inspect.Parameter.empty)
-    for i, gradients in enumerate(_gradients(trial, parameters[0].dtype)):
+    for i, gradients in itertools.islice(enumerate(_gradients(trial, parameters[0].dtype)), first, None):
         for parameter, gradient in zip(parameters, gradients, strict=True):
             parameter.grad = gradient
         if trial.schedule is not None:
@@ -391,37 +406,48 @@ def _take_steps(
             for group, lr in zip(optimizer.param_groups, lrs, strict=True):
                 group["lr"] = lr if lr is None else lr * factor
         if needs_closure:
-            optimizer.step(lambda: float(sum(p.detach().sum() for p in parameters)))
+            optimizer.step(partial(_closure, parameters, gradients))
         else:
             optimizer.step()
         after()
 
 
+def _closure(parameters: Parameters, gradients: Sequence[Tensor]) -> float:
+    """Set the gradients anew, as a backward pass does, and return a loss."""
+    for parameter, gradient in zip(parameters, gradients, strict=True):
+        parameter.grad = gradient.clone()
+    return float(sum(p.detach().sum() for p in parameters))
+
+
 def _eager_displacement(trial: Trial, dtype: torch.dtype) -> Tensor:
-    parameters = _weights(trial, dtype)
-    start = _values(parameters)
+    parameters = weights_of(trial, dtype)
+    start = values_of(parameters)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        _take_steps(trial, (trial.make_eager or trial.make)(parameters), parameters)
-    return _values(parameters) - start
+        take_steps(trial, (trial.make_eager or trial.make)(parameters), parameters)
+    return values_of(parameters) - start
 
 
-def _values(parameters: Sequence[Tensor]) -> Tensor:
+def values_of(parameters: Sequence[Tensor]) -> Tensor:
+    """Return the whole values of all parameters in one flat tensor."""
     return torch.cat([full_value(parameter).flatten() for parameter in parameters])
 
 
-def _relative_error(moved: Tensor, exact: Tensor) -> float:
-    error = float((moved - exact).norm() / exact.norm())
-    return error if math.isfinite(error) else math.inf
+def relative_error(trial: Trial, moved: Tensor, exact: Tensor) -> float:
+    """Return the error of a displacement: ``‖moved - exact‖ / ‖exact‖``."""
+    sizes = [math.prod(shape) for shape in trial.shapes] if trial.of_each else [exact.numel()]
+    pairs = zip((moved - exact).split(sizes), exact.split(sizes), strict=True)
+    errors = [float(difference.norm() / wanted.norm()) for difference, wanted in pairs if wanted.any()]
+    return max(errors) if all(map(math.isfinite, errors)) else math.inf
 
 
 def _compiled_displacement(trial: Trial, measured: Measurement) -> Tensor | None:
     """Run the compiled steps and fill in ``measured``; None if a step raised."""
     torch.compiler.reset()
     forget_counts()
-    parameters = _weights(trial, trial.dtype)
-    start = _values(parameters)
-    optimizer, backend = trial.make(parameters), CollageBackend(**trial.options)
+    parameters = weights_of(trial, trial.dtype)
+    start = values_of(parameters)
+    optimizer, backend = trial.make(parameters), trial.backend(**trial.options)
     graphs: list[int] = []  # after each step
     compiled: list[int] = []  # graphs plus Dynamo's conversions; recorded graphs need no conversion
 
@@ -436,7 +462,7 @@ def _compiled_displacement(trial: Trial, measured: Measurement) -> Tensor | None
     try:
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
-            _take_steps(trial, install(optimizer, backend=backend), parameters, count)
+            take_steps(trial, install(optimizer, backend=backend), parameters, count)
     except CollageError as refusal:
         measured.outcome = REFUSED
         measured.reason = f"{type(refusal).__name__}: {refusal.met} ({refusal.where})"
@@ -455,7 +481,7 @@ def _compiled_displacement(trial: Trial, measured: Measurement) -> Tensor | None
     known = known_tensors({"": optimizer}).values()
     held = bytes_held(each.tensor for each in known if each.role is not Role.GRADIENT)
     measured.bytes = held / sum(p.numel() for p in parameters)
-    return _values(parameters) - start
+    return values_of(parameters) - start
 
 
 def _describe_state(backend: CollageBackend, measured: Measurement) -> None:

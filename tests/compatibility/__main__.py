@@ -1,4 +1,9 @@
-"""``./dev compat``: measure the optimizers, and write ``measured.json`` and its pages in ``docs/``."""
+"""``./dev compat``: measure the optimizers, and write ``measured.json`` and its pages in ``docs/``.
+
+What has been measured with these sources is kept in build/compat: a run that is cut off goes on, and after
+``--part 1/2`` and ``--part 2/2``, in two processes, a run without ``--part`` writes what both have measured.
+A row that is worse than in the file is printed, is not written, and makes the command fail.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +20,7 @@ from tests.compatibility.catalog import Row, Variant
 from tests.compatibility.dtypes import section_of
 from tests.compatibility.pages import answer, details
 from tests.compatibility.rows import ROWS
-from tests.compatibility.table import Line, differences, dump, key_of, line_of, read
+from tests.compatibility.table import Line, differences, dump, key_of, line_of, read, worse
 from tests.compatibility.worker import Worker
 
 MEASURED = results.ROOT / "tests" / "compatibility" / "measured.json"
@@ -29,8 +34,15 @@ def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
     which = parser.add_mutually_exclusive_group()
     which.add_argument("--torch", action="store_true", help="torch.optim alone")
     which.add_argument("--third-party", action="store_true", help="the other packages alone")
+    parser.add_argument("--check", action="store_true", help="write nothing")
     parser.add_argument(
-        "--check", action="store_true", help="write nothing; fail if torch.optim's rows are not current"
+        "--accept", action="store_true", help="write also rows that are worse than those in the file"
+    )
+    parser.add_argument(
+        "--part",
+        default="1/1",
+        metavar="N/M",
+        help="the N-th of M parts, for several processes; implies --check",
     )
     which.add_argument(
         "--pages", action="store_true", help="measure nothing; write the pages of what has been measured"
@@ -44,13 +56,14 @@ def selected(options: argparse.Namespace) -> list[Row]:
     rows = [
         row
         for row in ROWS
-        if (row.subject.package == "torch" or not (options.torch or options.check))
+        if (row.subject.package == "torch" or not options.torch)
         and (row.subject.package != "torch" or not options.third_party)
         and (options.only is None or {row.subject.name, row.subject.package} & set(options.only))
     ]
     if not rows:
         raise SystemExit(f"no such optimizer or package: {' '.join(options.only or ())}")
-    return rows
+    number, _, parts = options.part.partition("/")
+    return rows[int(number) - 1 :: int(parts)]
 
 
 def require_installed(rows: Sequence[Row]) -> None:
@@ -93,16 +106,21 @@ def _measured(variant: Variant, worker: Worker, *, again: bool) -> Measurement:
     return measured
 
 
-def check(lines: Sequence[Line]) -> int:
-    written = read(MEASURED.read_text())
-    stale = 0
+def compare(lines: Sequence[Line]) -> list[Line]:
+    """Print how lines differ from those in the file; return those that are worse."""
+    written = read(MEASURED.read_text()) if MEASURED.exists() else {}
+    found = []
     for line in lines:
-        found = differences(written[line.key], line) if line.key in written else ["not in the file"]
-        for difference in found:
-            stale += 1
-            print(f"{' '.join(line.key)}: {difference}")
-    print(f"{MEASURED.name}: {f'{stale} differences; run ./dev compat' if stale else 'current'}")
-    return 1 if stale else 0
+        if line.key not in written:
+            print(f"{' '.join(line.key)}: not in the file")
+            continue
+        bad = worse(written[line.key], line)
+        if bad:
+            found.append(line)
+        for difference in differences(written[line.key], line):
+            print(f"{'WORSE: ' if difference in bad else ''}{' '.join(line.key)}: {difference}")
+    print(f"{len(found)} of {len(lines)} rows are worse than in {MEASURED.name}")
+    return found
 
 
 def write(lines: Sequence[Line]) -> None:
@@ -147,10 +165,10 @@ def main(argv: Sequence[str]) -> int:
             print(f"too inaccurate: {' '.join(line.key)}: {line.error}, where plain has {line.plain}")
         for budget in line.worse_than_plain:
             print(f"worse than plain: {' '.join(line.key)} with {budget}")
-    if options.check:
-        return check(lines)
-    write(lines)
-    return 0
+    bad = compare(lines)
+    if not options.check and options.part == "1/1":
+        write([line for line in lines if options.accept or line not in bad])
+    return 1 if bad and not options.accept else 0
 
 
 if __name__ == "__main__":

@@ -12,7 +12,21 @@ import torch
 
 from collage_fx.tools.audit import STEPS, Parameters
 
-__all__ = ["BUDGETS", "DTYPES", "STEPS", "TENSOR", "Row", "Subject", "Variant", "rows_of"]
+__all__ = [
+    "BEFORE_SAVED",
+    "BUDGETS",
+    "DTYPES",
+    "ON_OTHER_SHAPES",
+    "OTHER_SHAPES",
+    "RESUMED",
+    "RESUMED_STEPS",
+    "STEPS",
+    "TENSOR",
+    "Row",
+    "Subject",
+    "Variant",
+    "rows_of",
+]
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -21,6 +35,15 @@ BUDGETS = (8, 5.1)
 
 #: The smallest matrix whose state can be packed, and a vector, whose state cannot.
 SHAPES = ((128, 32), (32,))
+
+#: Shapes beside those: tall, wide, square, an odd vector, a convolution's weight and a scalar.
+OTHER_SHAPES = ((37, 5), (5, 37), (16, 16), (7,), (4, 3, 3, 3), ())
+
+#: What is measured of a row beside the errors on its usual shapes.
+ON_OTHER_SHAPES, RESUMED = "other shapes", "resumed"
+
+#: Steps before a resumed run is saved, and all that it takes.
+BEFORE_SAVED, RESUMED_STEPS = 10, 16
 
 #: As the value of the option ``lr``: the subject's learning rate in a 0-d tensor.
 TENSOR = "tensor"
@@ -99,7 +122,7 @@ class Row:
         return ", ".join(f"{name}={value}" for name, value in self.options.items())
 
     def variants(self) -> Iterator[Variant]:
-        """Each setting of ``foreach``, then the first of them under each budget."""
+        """Each setting of ``foreach``, then the first of them under each budget, and the checks."""
         settings: list[dict[str, bool | None]] = [{"foreach": foreach} for foreach in self.subject.foreach]
         if "fused" in self.options or not settings:
             settings = [{}]
@@ -109,20 +132,24 @@ class Row:
         if others is not None and self.options in (self.subject.options[0], *others):
             for budget in BUDGETS:
                 yield Variant(self, settings[0], budget)
+        for check in (ON_OTHER_SHAPES, RESUMED):
+            yield Variant(self, settings[0], check=check)
 
 
 @dataclass(frozen=True)
 class Variant:
-    """The unit of measurement: a row with one setting of ``foreach``, by default or under a budget."""
+    """Unit of measurement: a row with one setting of ``foreach``, by default, under a budget or checked."""
 
     row: Row
     foreach: Mapping[str, bool | None]
     budget: float | None = None
+    check: str = ""
 
     @property
     def name(self) -> str:
         budget = "" if self.budget is None else f" {self.budget:g} B"
-        return self.row.name + "".join(f" foreach={value}" for value in self.foreach.values()) + budget
+        foreach = "".join(f" foreach={value}" for value in self.foreach.values())
+        return f"{self.row.name}{foreach}{budget} {self.check}".rstrip()
 
     def optimizer(self, parameters: Parameters, *, without: Sequence[str] = ()) -> torch.optim.Optimizer:
         """The optimizer under test.

@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 from tabulate import tabulate
 
 from collage_fx.tools.audit import COMPENSATED, FAILED, REFUSED, UNSUPPORTED
-from tests.compatibility.catalog import SHAPES, STEPS
-from tests.compatibility.table import NOT_TRIED, Key, Line
+from tests.compatibility.catalog import BEFORE_SAVED, OTHER_SHAPES, SHAPES, STEPS
+from tests.compatibility.table import NOT_TRIED, SAME_BITS, Key, Line, error_in, is_good
 
 __all__ = ["NO", "REMARK", "UNDER_A_BUDGET", "WORKS", "Subject", "answer", "details", "subjects"]
 
@@ -79,6 +79,10 @@ N(0, 1). The learning rate moves weights by 1e-5 to 1e-4 a step, which plain bfl
 - *8 B*, *5.1 B*: the same with `bytes_per_parameter=8` and `5.1`, with the default options. "at least" is
   the smallest budget that is accepted. {not_tried} means not measured.
 - *options*: how many combinations of options and dtypes were tried.
+- *other shapes*: the largest error of one parameter, on {others} (those that the class takes in plain
+  PyTorch).
+- *resumes*: whether a run that is saved after {saved} steps, written to a file and loaded into new parameters
+  and a new optimizer goes on with the same bits.
 - Parameters are a matrix of {matrix} (the smallest that is packed) and a vector of {vector}, which keeps
   16-bit state; for Muon two matrices.
 
@@ -129,7 +133,24 @@ class Subject:
         found = [before + _plain(note) for note in notes if not re.fullmatch(r"\d+ steps", note)]
         if not found and any(line.falls_short for line in self.lines):
             found = [f"float32 parameters are off by {self.lines[0].single}, too"]
+        found += [f"on other shapes: {_words(cell)}" for cell in self._cells("other_shapes") if _is_bad(cell)]
+        found += [f"a resumed run: {_words(cell)}" for cell in self._cells("resumed") if _is_bad(cell)]
         return list(dict.fromkeys(found))
+
+    def _cells(self, name: str) -> list[str]:
+        return [getattr(line, name) for line in self.lines]
+
+    @property
+    def resumed(self) -> str:
+        """Result of resumed runs: "yes", "no", or "–" where none was tried."""
+        tried = {cell == SAME_BITS for cell in self._cells("resumed") if cell != NOT_TRIED}
+        return NOT_TRIED if not tried else "yes" if tried == {True} else "no"
+
+    @property
+    def other_shapes(self) -> str:
+        """Largest error on other shapes, or the outcome where there is no error."""
+        cells = self._cells("other_shapes")
+        return _cell(max(cells, key=lambda cell: (_is_bad(cell), error_in(cell))), "")
 
     @property
     def outcomes(self) -> set[str]:
@@ -140,6 +161,17 @@ class Subject:
         if self.outcomes <= {REFUSED, FAILED, UNSUPPORTED}:
             return NO
         return REMARK if self.outcomes != {COMPENSATED} or self.remarks else WORKS
+
+
+def _is_bad(cell: str) -> bool:
+    """Return whether a check has been tried, and its cell is not as it should be."""
+    return cell != NOT_TRIED and not is_good(cell)
+
+
+def _words(cell: str) -> str:
+    """Return a cell of a check as a remark."""
+    outcome = re.sub(r"^[<\d.e+-]+ ?[\d.]*( \([^)]*×\))? ?", "", cell)
+    return re.sub(r"\{(.*?)\}", lambda found: f"({_plain(found[1])})", outcome)
 
 
 def _plain(note: str) -> str:
@@ -217,15 +249,18 @@ def details(lines: Iterable[Line], about: Mapping[str, str]) -> str:
         word = ", ".join(sorted(each.outcomes)) if each.result == NO else "works"
         result = "" if each.result == WORKS else f"{word}{notes.mark(each.remarks)}"
         if each.package != package:
-            rows.append((f"**{each.package}**", *[""] * 6))
+            rows.append((f"**{each.package}**", *[""] * 8))
             package = each.package
-        rows.append((each.name, str(len(each.lines)), worst.plain, _errors(worst)[0], *budgets, result))
-    headers = ("class", "options", "plain", "default", "8 B", "5.1 B", "remark")
+        measured = (worst.plain, _errors(worst)[0], *budgets, each.other_shapes, each.resumed)
+        rows.append((each.name, str(len(each.lines)), *measured, result))
+    headers = ("class", "options", "plain", "default", "8 B", "5.1 B", "other shapes", "resumes", "remark")
     return DETAILS.format(
         steps=STEPS,
         matrix="×".join(map(str, SHAPES[0])),
         vector=SHAPES[1][0],
         not_tried=NOT_TRIED,
+        others=", ".join("×".join(map(str, shape)) or "a scalar" for shape in OTHER_SHAPES),
+        saved=BEFORE_SAVED,
         table=_table(headers, rows),
         notes=notes,
         **about,

@@ -6,6 +6,7 @@ A line's cells are texts. Within them, ``{reason}`` is a note.
 from __future__ import annotations
 
 import json
+import math
 import platform
 import re
 from collections import Counter
@@ -14,19 +15,23 @@ from dataclasses import asdict, dataclass, fields
 
 import torch
 
-from collage_fx.tools.audit import COMPENSATED, UNSUPPORTED, Measurement, falls_short
-from tests.compatibility.catalog import BUDGETS, Row
+from collage_fx.tools.audit import COMPENSATED, INACCURATE, REFUSED, UNSUPPORTED, Measurement, falls_short
+from tests.compatibility.catalog import BUDGETS, ON_OTHER_SHAPES, RESUMED, Row
 
 __all__ = [
     "NOT_TRIED",
+    "SAME_BITS",
     "Key",
     "Line",
     "differences",
     "dump",
+    "error_in",
+    "is_good",
     "key_of",
     "line_of",
     "read",
     "torch_version",
+    "worse",
 ]
 
 #: Package, class, options, dtype.
@@ -42,6 +47,8 @@ LONGEST_NOTE = 400
 
 #: What stands where a row is not tried under budgets.
 NOT_TRIED = "–"
+#: What stands where a resumed run has the bits of one that goes on.
+SAME_BITS = "same bits"
 
 
 @dataclass(frozen=True)
@@ -66,6 +73,9 @@ class Line:
         error_8, bytes_8, error_5, bytes_5: the same under budgets of 8 and 5.1 bytes, of one setting of
             ``foreach``; instead of an error that there is not, the outcome.
         outcome: and its reason.
+        other_shapes: the largest error of a parameter on other shapes than the usual ones, likewise, with the
+            shapes that the class does not take.
+        resumed: whether a run that is saved and loaded has the bits of one that goes on.
     """
 
     package: str
@@ -88,6 +98,8 @@ class Line:
     error_5: str
     bytes_5: str
     outcome: str
+    other_shapes: str = NOT_TRIED
+    resumed: str = NOT_TRIED
 
     @property
     def key(self) -> Key:
@@ -119,7 +131,11 @@ class Line:
         ]
 
 
-ERRORS = ("plain", "single", "error", "error_8", "error_5")
+ERRORS = ("plain", "single", "error", "error_8", "error_5", "other_shapes")
+
+#: Cells of which a row gets worse, and outcomes from good to bad, as the cells begin.
+GRADED = ("error", "error_8", "error_5", "bytes", "bytes_8", "bytes_5", "other_shapes", "resumed", "outcome")
+GRADES = (SAME_BITS, COMPENSATED, UNSUPPORTED, REFUSED, INACCURATE)
 
 #: An error, and how many times as large plain's is.
 _ERROR = re.compile(r"(?:< )?([\d.]+(?:e[-+]\d+)?|nan|inf)(?: \([^)]*×\))?")
@@ -146,7 +162,8 @@ def line_of(row: Row, measured: Mapping[str, Measurement]) -> Line:
         measured: by the name of its variants, all of them.
     """
     every = [(variant, measured[variant.name]) for variant in row.variants()]
-    tried = [(variant, met) for variant, met in every if variant.budget is None]
+    checks = {variant.check: met for variant, met in every if variant.check}
+    tried = [(variant, met) for variant, met in every if variant.budget is None and not variant.check]
     under = {variant.budget: met for variant, met in every if variant.budget is not None}
     budgets = [_under_budget(under.get(budget)) for budget in BUDGETS]
     (error_8, bytes_8), (error_5, bytes_5) = budgets
@@ -176,6 +193,8 @@ def line_of(row: Row, measured: Mapping[str, Measurement]) -> Line:
         error_5=error_5,
         bytes_5=bytes_5,
         outcome="; ".join(dict.fromkeys(map(_outcome, found))),
+        other_shapes=_on_other_shapes(checks.get(ON_OTHER_SHAPES)),
+        resumed=_resumed(checks.get(RESUMED)),
     )
 
 
@@ -224,6 +243,20 @@ def _under_budget(measured: Measurement | None) -> tuple[str, str]:
     return " ".join(filter(None, parts)), _bytes([measured])
 
 
+def _on_other_shapes(measured: Measurement | None) -> str:
+    """The cell of other shapes: the error, with the outcome if that is not what it should be, and notes."""
+    if measured is None or measured.outcome != COMPENSATED:
+        return _under_budget(measured)[0]
+    return " ".join([_compensated([measured]), *map(_note, measured.notes)])
+
+
+def _resumed(measured: Measurement | None) -> str:
+    """The cell of a resumed run."""
+    if measured is None:
+        return NOT_TRIED
+    return SAME_BITS if measured.outcome == COMPENSATED else _outcome(measured)
+
+
 def _outcome(measured: Measurement) -> str:
     notes = "".join(f" {_note(note)}" for note in (measured.reason, *measured.notes) if note)
     return measured.outcome + notes
@@ -262,11 +295,50 @@ def differences(written: Line, measured: Line) -> list[str]:
     return found
 
 
+def worse(written: Line, measured: Line) -> list[str]:
+    """The cells of a measured line that are worse than those of a written one, beyond noise.
+
+    Worse is: an outcome that stands later in :data:`GRADES` (all others stand behind), a larger error with
+    the same outcome, more bytes.
+    """
+    found = []
+    for name in GRADED:
+        old, new = getattr(written, name), getattr(measured, name)
+        if NOT_TRIED in (old, new) or old == new or (name in ERRORS and _same_error(old, new)):
+            continue
+        before, after = _grade(old), _grade(new)
+        if after > before or (after == before and error_in(new) > error_in(old)):
+            found.append(f"{name}: {old!r} is written, {new!r} was measured")
+    return found
+
+
+def is_good(cell: str) -> bool:
+    """Return whether a cell of a check is as it should be: an error, with notes at most, or the same bits."""
+    return cell != NOT_TRIED and _grade(cell) <= GRADES.index(COMPENSATED)
+
+
+def _grade(cell: str) -> int:
+    """The place of a cell's worst outcome in the grades; that of no grade is behind them."""
+    outcomes = re.sub(r" ?\{.*?\}", "", _ERROR.sub("", cell, 1) if _ERROR.match(cell) else cell).split("; ")
+    known = [
+        GRADES.index(each.strip() or COMPENSATED)
+        for each in outcomes
+        if (each.strip() or COMPENSATED) in GRADES
+    ]
+    return max(known) if len(known) == len(outcomes) else len(GRADES)
+
+
+def error_in(cell: str) -> float:
+    """The error or bytes in a cell; 0 if it has none, infinity if it is not a number."""
+    number = _value(cell) if _ERROR.match(cell) else 0.0
+    return math.inf if math.isnan(number) else number
+
+
 def _same_error(old: str, new: str) -> bool:
     if not (_ERROR.match(old) and _ERROR.match(new)) or _ERROR.sub("", old, 1) != _ERROR.sub("", new, 1):
         return False
     low, high = sorted(map(_value, (old, new)))
-    return high - low <= WITHIN * high
+    return math.isfinite(high) and high - low <= WITHIN * high
 
 
 def _value(error: str) -> float:

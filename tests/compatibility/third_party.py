@@ -36,6 +36,14 @@ def _around_adam(cls: Any, parameters: Parameters, **options: Any) -> torch.opti
     return cls(torch.optim.Adam(parameters, **options))
 
 
+def _sharpness_aware(cls: Any, parameters: Parameters, **options: Any) -> torch.optim.Optimizer:
+    return cls(parameters, torch.optim.AdamW, rho=0.05, **options)
+
+
+def _mechanized(mechanize: Any, parameters: Parameters, **options: Any) -> torch.optim.Optimizer:
+    return mechanize(torch.optim.AdamW, s_init=1.0)(parameters, **options)
+
+
 def _schedule_free() -> Iterator[Subject]:
     classes: dict[str, float | None] = {
         "AdamWScheduleFree": ADAM,
@@ -112,6 +120,8 @@ PYTORCH_OPTIMIZER: Mapping[str, float | None] = {
     "RAdam": 5e-4,
     "SGDW": SGD,
     "SM3": 2e-4,
+    "SCION": 1e-4,
+    "SCIONLight": 1e-4,
     "SignSGD": LION,
     "StableAdamW": ADAM,
     "Tiger": LION,
@@ -194,6 +204,13 @@ SUBJECTS: Sequence[Subject] = (
     *_of("torch-optimizer", "torch_optimizer", {"AdamP": ADAM, "SGDP": SGD}, steps=80),
     *_of("pytorch_optimizer", "pytorch_optimizer", {"AdaFactor": 1e-4}, always={"relative_step": False}),
     *_of("pytorch_optimizer", "pytorch_optimizer", {"DAdaptAdam": 1.0, "Prodigy": 1.0}, always=_SLOW),
+    *_of(
+        "pytorch_optimizer",
+        "pytorch_optimizer",
+        {"Lookahead": ADAM, "OrthoGrad": ADAM},
+        construct=_around_adam,
+    ),
+    *_of("pytorch_optimizer", "pytorch_optimizer", {"SAM": ADAM}, construct=_sharpness_aware, closure=True),
     *_of("torch-optimizer", "torch_optimizer", TORCH_OPTIMIZER),
     *_of("torch-optimizer", "torch_optimizer", {"AdaBound": ADAM}, always={"final_lr": 1e-4}),
     *_of("torch-optimizer", "torch_optimizer", {"Lookahead": ADAM}, construct=_around_adam),
@@ -203,4 +220,8 @@ SUBJECTS: Sequence[Subject] = (
     *_of("transformers", "transformers.optimization", {"Adafactor": None}, _FIXED_RATE, {}),
     *_of("torchao", "torchao.optim", {"_AdamW": ADAM}, {}, {"bf16_stochastic_round": True}),
     *_of("torchao", "torchao.optim", {"AdamW8bit": ADAM}),
+    *_of("kron-torch", "kron_torch", {"Kron": ADAM}),
+    *_of("geoopt", "geoopt.optim", {"RiemannianAdam": ADAM, "RiemannianSGD": SGD}),
+    *_of("ivon-opt", "ivon", {"IVON": ADAM}, always={"ess": 1e6, "hess_approx": "gradsq"}, closure=True),
+    *_of("mechanic-pytorch", "mechanic_pytorch", {"mechanize": ADAM}, construct=_mechanized),
 )

@@ -3,7 +3,9 @@ from __future__ import annotations
 import copy
 import functools
 import gc
+import io
 import pickle
+import random
 import subprocess
 import sys
 import weakref
@@ -19,7 +21,7 @@ from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import collage_fx
-from collage_fx import CollageBackend, error_terms, full_value
+from collage_fx import CollageBackend, error_terms, full_value, install, load_full_state_dict
 from collage_fx.capture.recording import Request, record
 from collage_fx.errors import CheckpointMismatchError
 from collage_fx.state.checkpoint import adopt, is_adopted
@@ -356,7 +358,9 @@ def continued(saved: dict[str, Any], params: list[torch.nn.Parameter], **options
     optimizer = torch.optim.RMSprop(params, alpha=0.999)
     told = warned(lambda: optimizer.load_state_dict(copy.deepcopy(saved)))
     set_gradients(params, 3)
-    told += warned(compiled(optimizer, **options))
+    steps: list[Any] = []
+    told += warned(lambda: steps.append(compiled(optimizer, **options)))
+    told += warned(steps[0])
     return optimizer, told
 
 
@@ -425,8 +429,11 @@ def test_what_no_longer_belongs_to_its_value_starts_from_zero_and_is_named(chang
     optimizer = trained()
     saved, params = copy.deepcopy(optimizer.state_dict()), copied(params_of(optimizer))
     changed = change(copy.deepcopy(saved), params)
-    again, (told,) = continued(changed, copied(params))
-    assert f"RMSprop holds error terms of other values than {names(*stale)}: load the weights that" in told
+    again, told = continued(changed, copied(params))
+    assert len(told) == len(stale)  # of the state at the load, of the weights at the step
+    for each in stale:
+        wanted = f"RMSprop holds error terms of other values than {names(each)}: load the weights that"
+        assert any(wanted in message for message in told)
     expected, others = continued(zero_lo(changed, *stale), copied(params))
     assert differences(everything(expected), everything(again)) == []
     assert others == []
@@ -516,6 +523,17 @@ def test_what_is_missing_is_named(is_running: bool) -> None:
         (told,) = warned(lambda: optimizer.load_state_dict(saved))
     else:
         _, (told,) = continued(saved, params)
+    assert f"no error terms of {names((1, 'parameter'))} have been loaded into RMSprop" in told
+
+
+def test_a_missing_term_of_a_weight_is_named_at_the_load() -> None:
+    optimizer = trained()
+    saved = copy.deepcopy(optimizer.state_dict())
+    for key in (LO, COUNT, FINGERPRINT):
+        del saved["state"][1][key]
+    again = torch.optim.RMSprop(copied(params_of(optimizer)), alpha=0.999)
+    compiled(again)
+    (told,) = warned(lambda: again.load_state_dict(saved))
     assert f"no error terms of {names((1, 'parameter'))} have been loaded into RMSprop" in told
 
 
@@ -1036,3 +1054,110 @@ def test_a_recorded_step_takes_up_what_plain_torch_has_loaded() -> None:
     for i, p in enumerate(other):
         assert torch.equal(as_saved(p), checkpoint["state"][i][LO].to(torch.uint8))
     assert not optimizer.state
+
+
+# What is wrong is said at the load. -----------------------------------------------------------------------
+
+
+@functools.cache
+def packed_and_saved() -> tuple[list[torch.nn.Parameter], bytes]:
+    params = parameters(shapes=((128, 32), (5,)))
+    optimizer = install(torch.optim.AdamW(params, lr=1e-4), bytes_per_parameter=5.1)
+    for seed in range(2):
+        set_gradients(params, seed)
+        optimizer.step()
+    file = io.BytesIO()
+    torch.save(optimizer.state_dict(), file)
+    return params, file.getvalue()
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_packed_state_with_another_byte_is_refused_at_the_load(seed: int) -> None:
+    params, content = packed_and_saved()
+    saved = torch.load(io.BytesIO(content))
+    again = install(torch.optim.AdamW(copied(params), lr=1e-4), bytes_per_parameter=5.1)
+    again.load_state_dict(copy.deepcopy(saved))  # as it was saved
+    drawn = random.Random(seed)
+    packed = [key for key in saved["state"][0] if key.endswith((".codes", ".scales"))]
+    assert len(packed) == 4
+    key = drawn.choice(packed)
+    memory = saved["state"][0][key].view(torch.uint8).reshape(-1)
+    memory[drawn.randrange(len(memory))] ^= 1 << drawn.randrange(8)
+    before = everything(again)
+    with pytest.raises(
+        CheckpointMismatchError, match=r"packed state in the format 'block8.* with other bytes"
+    ):
+        again.load_state_dict(saved)
+    assert differences(before, everything(again)) == []
+
+
+def test_error_terms_of_other_state_are_named_at_the_load() -> None:
+    optimizer = trained()
+    saved = copy.deepcopy(optimizer.state_dict())
+    saved["state"][0]["square_avg"][0, 0] += 1
+    again = torch.optim.RMSprop(copied(params_of(optimizer)), alpha=0.999)
+    step = compiled(again)
+    (told,) = warned(lambda: again.load_state_dict(saved))
+    assert f"holds error terms of other values than {names((0, 'square_avg'))}: load" in told
+    set_gradients(params_of(again), 3)
+    assert warned(step) == []
+
+
+@pytest.mark.parametrize("is_first", [True, False])
+def test_whole_weights_stay_whole_when_a_float32_optimizer_is_loaded(*, is_first: bool) -> None:
+    """Before the optimizer or after it: the bits of the other order, and no warning."""
+    wide = [torch.nn.Parameter(p.detach().float() + 0.001) for p in parameters()]
+    optimizer = torch.optim.AdamW(wide, lr=1e-4)
+    set_gradients(wide)
+    optimizer.step()
+    model = torch.nn.ParameterList(parameters(seed=1))
+    again = install(torch.optim.AdamW(model.parameters(), lr=1e-4))
+    weights = torch.nn.ParameterList(wide).state_dict()
+
+    def load() -> None:
+        for is_weights in (is_first, not is_first):
+            if is_weights:
+                load_full_state_dict(model, again, weights)
+            else:
+                again.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+
+    def step() -> None:
+        set_gradients(params_of(again), 1)
+        again.step()
+
+    assert warned(load) == []
+    assert all(torch.equal(full_value(p).float(), q.detach()) for p, q in zip(model, wide, strict=True))
+    assert warned(step) == []
+    set_gradients(wide, 1)
+    for p in wide:
+        assert p.grad is not None
+        p.grad = p.grad.bfloat16().float()
+    optimizer.step()
+    for p, q in zip(model, wide, strict=True):  # sums of some float32 operations, in another order
+        assert torch.allclose(full_value(p).float(), q.detach(), rtol=4 * 2.0**-23, atol=1e-4 * 2.0**-8)
+
+
+def test_whole_weights_that_others_replace_are_not_kept() -> None:
+    model = torch.nn.ParameterList(parameters())
+    again = install(torch.optim.AdamW(model.parameters(), lr=1e-4))
+    load_full_state_dict(
+        model, again, {name: each.float() + 0.001 for name, each in model.state_dict().items()}
+    )
+    assert error_terms(model[0])[0].any()
+    model.load_state_dict(torch.nn.ParameterList(parameters(seed=1)).state_dict())
+    assert torch.equal(full_value(model[0]).float(), model[0].detach().float())
+
+
+@pytest.mark.parametrize("is_gone", [True, False])
+def test_a_plain_optimizer_with_a_checkpoint_of_ours_is_warned(*, is_gone: bool) -> None:
+    """Whether a strict optimizer has been installed in the process, and lives, or not."""
+    optimizer = trained(strict=True)
+    saved, params = copy.deepcopy(optimizer.state_dict()), copied(params_of(optimizer))
+    if is_gone:
+        del optimizer
+        gc.collect()
+    plain = torch.optim.RMSprop(params, alpha=0.999)
+    plain.load_state_dict(saved)
+    set_gradients(params, 3)
+    (told,) = warned(plain.step)
+    assert "updates parameters eagerly that belong to a compensated step" in told
