@@ -13,14 +13,7 @@ from torch.overrides import TorchFunctionMode
 
 import collage_fx.graph.operators  # noqa: F401  # which has the lowerings
 from collage_fx.numerics import BLOCK, BLOCK_CODES, BLOCK_SCALES, BLOCK_VALUES, CODES
-from collage_fx.numerics.blocks import (
-    LARGEST,
-    block_code,
-    block_scale,
-    code_of_number_by_fma,
-    most_of_block,
-    units_of_block,
-)
+from collage_fx.numerics.blocks import LARGEST, block_code, block_scale
 from collage_fx.numerics.dither import phase, phases
 from collage_fx.numerics.error_formats.blocks import Blocks
 from tests.support.float_bits import same_bits
@@ -209,10 +202,8 @@ def test_the_code_by_fma_has_the_same_bits(bits: int, signed: bool, error: float
         scale = torch.tensor(byte, dtype=torch.uint8)
         given = root.reshape(-1, 1), scale, edges.reshape(1, -1), bits, signed
         expected = block_code(*given)
-        units, most_here = (of(scale, bits, signed) for of in (units_of_block, most_of_block))
         with ApproximateRoots(error):
-            by_fma = code_of_number_by_fma(given[0], units, most_here, given[2], bits, signed)
-        assert torch.equal(by_fma, expected)
+            assert torch.equal(block_code(*given, by_fma=True), expected)
 
 
 @each_kind
