@@ -759,7 +759,8 @@ class Compilation:
             try:
                 refuse_unsupported(gm, program.inputs, packs=self._packs_float32)
             except UnsupportedTensorError as refusal:
-                raise_or_warn(self, refusal, strict=self.options.strict)
+                about = next(iter(self.optimizers.values()), self)  # an optimizer is compiled more than once
+                raise_or_warn(about, refusal, strict=self.options.strict)
         self._refuse_other_error_terms(infos, program.error_format)
         return program
 

@@ -178,8 +178,8 @@ class _Search:
 
     def not_understood(self) -> Reason | None:
         """Return the first reason why components may depend on each other; None if there is none."""
-        if not self.are_arguments_understood or not self.rows.are_distinct():
-            return Reason("Dynamo passes other arguments than the graph takes, or a tensor twice")
+        if not self.are_arguments_understood:
+            return Reason("Dynamo passes other arguments than the graph takes")
         for node, index in self.index.items():
             if index is None:
                 return Reason.at(node, "it is neither a parameter nor a buffer nor an argument")

@@ -62,7 +62,6 @@ class ListRows:
             for c, value in enumerate(row)
             if value is not None
         }
-        self._values = sum(value is not None for lists in thinned for row in lists.rows for value in row)
         #: (set, traced row) -> rows left out that it stands for.
         self.stands_for: dict[tuple[int, int], list[int]] = {}
         #: (set, first row of a layout) -> the second row of the layout.
@@ -80,10 +79,6 @@ class ListRows:
         """Return the parameter in the row of a tensor."""
         t, _, r = self.cells[id(value)]
         return self.thinned[t].rows[r][0]
-
-    def are_distinct(self) -> bool:
-        """Return whether no tensor occurs twice."""
-        return len(self.cells) == self._values
 
     def value(self, cell: Cell) -> Any:
         """Return the tensor of a cell."""

@@ -34,8 +34,9 @@ BYTES = 8
 #: few elements; elsewhere temporaries take some 50 MB.
 _CHUNK_ON_CPU, _CHUNK = 1 << 15, 1 << 22
 
-#: Odd factors; the last two are from the hash "lowbias32" of https://nullprogram.com/blog/2018/07/31/.
-_PAIR, _FIRST, _SECOND = 0x9E3779B1 - (1 << 32), 0x7FEB352D, 0x846CA68B - (1 << 32)
+#: Odd factors as int32: 0x9E3779B1, and 0x7FEB352D and 0x846CA68B of the hash "lowbias32" of
+#: https://nullprogram.com/blog/2018/07/31/.
+_PAIR, _FIRST, _SECOND = -0x61C8864F, 0x7FEB352D, -0x7B935975
 
 
 def fingerprint(hi: Tensor, auxiliaries: Sequence[Tensor]) -> Tensor:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import operator
+import re
 import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -23,12 +24,14 @@ from collage_fx.report import CollageReport
 from tests.support.training import (
     Descent,
     LateMomentum,
+    compiled,
     differences,
     everything,
     parameters,
     run_steps,
     set_gradients,
 )
+from tests.support.warned import warned
 from tests.support.whole import WHOLE
 
 #: Two families of several members in each group, and a shape of its own.
@@ -213,8 +216,29 @@ def test_memory_in_common_is_refused_by_name(strict: bool) -> None:
         with pytest.raises(AliasedStateError, match=where):
             step()
     else:
-        with pytest.warns(UserWarning, match=where):
+        (told,) = warned(step)
+        assert re.search(where, told)
+        assert warned(step) == []
+
+
+@pytest.mark.parametrize("shared", [{4: 0}, {1: 0}, {5: 1, 4: 0}, {3: 5}], ids=str)
+def test_a_gradient_of_two_parameters_counts_for_each(shared: dict[int, int]) -> None:
+    """Of these rows some are traced and some are not: the bits are those of a copy for each parameter."""
+    ends = []
+    for copies in (True, False):
+        torch._dynamo.reset()
+        optimizer = torch.optim.AdamW(params := parameters(shapes=[(4, 6)] * 6), lr=1e-3)
+        step = compiled(optimizer)
+        for seed in range(3):
+            optimizer.zero_grad()
+            set_gradients(params, seed)
+            for one, other in shared.items():
+                gradient = params[other].grad
+                assert gradient is not None
+                params[one].grad = gradient.clone() if copies else gradient
             step()
+        ends.append(everything(optimizer))
+    assert differences(*ends) == []
 
 
 def test_error_terms_that_have_been_dropped_are_made_again() -> None:

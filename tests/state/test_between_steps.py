@@ -192,8 +192,9 @@ def test_elements_that_a_replacement_leaves_alone_keep_their_error_terms() -> No
     replaced[3] = 0.5
     state["exp_avg_sq"] = replaced
     params[0].grad = torch.zeros_like(params[0])
-    with pytest.warns(UserWarning, match="exp_avg_sq.* has been replaced"):
-        step()
+    (told,) = warned(step)
+    assert "has been replaced by another tensor of other values" in told
+    assert tensors_in(told) == (["param_groups[0].params[0].exp_avg_sq"], 0)
     expected = before.clone()
     expected[3] = 0.5
     # A product by 0.999 in float32, which is split without an error.
@@ -280,8 +281,11 @@ def test_values_are_settled_where_something_is_loaded() -> None:
     assert torch.equal(full_value(params[0]), torch.ones(4, 6, dtype=torch.float64))
     assert not error_terms(params[0])[0].any()
     optimizer.load_state_dict(saved)
-    with pytest.warns(UserWarning, match="error terms of other values"):
-        assert torch.equal(full_value(params[0]), torch.ones(4, 6, dtype=torch.float64))
+    values: list[Tensor] = []
+    (told,) = warned(lambda: values.append(full_value(params[0])))
+    assert "holds error terms of other values than" in told
+    assert tensors_in(told) == ([f"param_groups[0].params[{i}].parameter" for i in range(2)], 0)
+    assert torch.equal(values[0], torch.ones(4, 6, dtype=torch.float64))
 
 
 WRITES: dict[str, Callable[[Tensor], object]] = {
@@ -316,11 +320,9 @@ def test_second_moments_that_are_written_stay_so(options: dict[str, Any], write:
         WRITES[write](moment)
         written.append(moment.double())
         p.grad = torch.zeros_like(p)
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        step()
-    told = [str(each.message) for each in caught if "without compensation" in str(each.message)]
+    told = warned(step)
     assert len(told) == (write in ("mul_", "copy_"))
+    assert all("has been written to between two steps, without compensation" in each for each in told)
     for p, before in zip(params, written, strict=True):
         value = full_value(optimizer.state[p]["exp_avg_sq"])
         assert torch.all((value - 0.999 * before).abs() <= before * 2.0**-8 + 2.0**-133)
@@ -353,8 +355,9 @@ def test_parameters_that_are_written_to_lose_stale_error_terms(
     for p in params:
         p.grad = None
     params[1].grad = torch.zeros_like(params[1])
-    with pytest.warns(UserWarning, match=r"params\[0\] of .* has been written to between two steps"):
-        step()
+    (told,) = warned(step)
+    assert "has been written to between two steps, where its error terms are of the values before" in told
+    assert tensors_in(told) == (["param_groups[0].params[0]"], 0)
     assert torch.equal(full_value(params[0]), written)
     assert (full_value(params[1]) - kept).norm() < 0.1 * (
         full_value(params[1]) - params[1].double()
@@ -399,18 +402,16 @@ def test_a_clamp_in_each_step_costs_one_warning_and_no_updates() -> None:
         params = [Parameter(p.detach().to(dtype)) for p in start]
         optimizer: Optimizer = torch.optim.SGD(params, lr=2.0**-14)
         step = compiled(optimizer) if dtype is torch.bfloat16 else optimizer.step
-        told = 0
+        told: list[str] = []
         for seed in range(60):
             gradient = torch.randn(16, 16, generator=torch.Generator().manual_seed(seed)).bfloat16() + 1
             params[0].grad = gradient.to(dtype)
-            with warnings.catch_warnings(record=True) as caught:
-                warnings.simplefilter("always")
-                step()
-            told += sum("written to" in str(each.message) for each in caught)
+            told += warned(step)
             params[0].data.clamp_(-2, 2)
             with torch.no_grad():
                 params[0].clamp_(-2, 2)
-        assert told == (dtype is torch.bfloat16)
+        assert len(told) == (dtype is torch.bfloat16)
+        assert all("has been written to between two steps" in each for each in told)
         runs.append(full_value(params[0]))
     exact, got = runs
     inside = exact.abs() < 1.98
@@ -479,13 +480,8 @@ def test_other_methods_are_compensated_if_they_are_compiled_and_else_told_of(
         set_gradients(params, seed)
         assert params[0].grad is not None
         reference[0].grad = params[0].grad.double()
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-            for each in (
-                (update, step, exact.update_curvature, exact.step) if seed % 4 == 0 else (step, exact.step)
-            ):
-                each()
-        told += [str(each.message) for each in caught if "without compensation" in str(each.message)]
+        updates = (update, exact.update_curvature) if seed % 4 == 0 else ()
+        told += warned(*updates, step, exact.step)
     met = full_value(optimizer.state[params[0]]["curvature"])
     meant = exact.state[reference[0]]["curvature"]
     error = float((met - meant).norm() / meant.norm())
@@ -494,6 +490,7 @@ def test_other_methods_are_compensated_if_they_are_compiled_and_else_told_of(
         assert error < 1e-3
     else:
         assert len(told) == 1
-        assert "WithCurvature" in told[0]
+        assert "WithCurvature has been written to between two steps, without compensation" in told[0]
+        assert tensors_in(told[0]) == (["param_groups[0].params[0].curvature"], 0)
         assert "torch.compile(optimizer.method" in told[0]
         assert error > 1e-3

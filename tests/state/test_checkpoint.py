@@ -330,6 +330,20 @@ def test_error_terms_of_16_bits_are_saved_as_they_are(dtype: torch.dtype) -> Non
         assert torch.equal(p.detach().double() + term.double(), full_value(p))
 
 
+def test_a_checkpoint_that_is_loaded_into_another_dtype_is_left_as_it_is() -> None:
+    """Its error terms belong to other values: they begin from zero here, not in the checkpoint."""
+    saved = checkpoint_of_two_steps(torch.optim.RMSprop(params := parameters(), alpha=0.999))
+    before = copy.deepcopy(saved["state"])
+    optimizer = torch.optim.RMSprop([torch.nn.Parameter(p.detach().half()) for p in params], alpha=0.999)
+    step = compiled(optimizer)
+    set_gradients(params_of(optimizer))
+    (told,) = warned(lambda: optimizer.load_state_dict(saved), step)
+    assert "holds error terms of other values than" in told
+    for i, entries in before.items():
+        changed = [key for key, value in entries.items() if not torch.equal(value, saved["state"][i][key])]
+        assert changed == ["step"]  # a counter that torch takes over itself
+
+
 def test_no_warning_where_nothing_of_ours_is_in_play() -> None:
     optimizer = torch.optim.RMSprop(params := parameters())
     run_steps(optimizer.step, params, [0])
@@ -865,8 +879,11 @@ def test_a_process_without_collage_fx_can_use_the_checkpoint(tmp_path: Path) -> 
     again = torch.optim.RMSprop(map(torch.nn.Parameter, written["parameters"]), alpha=0.999)
     compiled(again)
     again.load_state_dict(written["optimizer"])  # the keys have survived there, and are understood here
-    with pytest.warns(UserWarning, match="error terms of other values"):
-        assert all(error_terms(p) for p in again.param_groups[0]["params"])
+    (told,) = warned(lambda: [error_terms(p) for p in params_of(again)])
+    assert "holds error terms of other values than" in told
+    slots = [f"param_groups[0].params[{i}].{slot}" for i in range(2) for slot in ("parameter", "square_avg")]
+    assert tensors_in(told) == (slots[:3], 1)
+    assert all(error_terms(p) for p in params_of(again))
 
 
 def test_the_report_of_a_loaded_optimizer_says_why_its_state_is_compensated() -> None:

@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import gc
 import threading
-import warnings
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -17,6 +16,7 @@ from collage_fx.errors import ConflictingErrorFormatError, LostErrorTermsError
 from collage_fx.numerics.error_formats import ERROR_FORMATS
 from collage_fx.state.error_terms import ensure_record, record_of
 from tests.support.training import Descent, compiled, live_error_terms, parameters, run_steps, set_gradients
+from tests.support.warned import warned
 
 MCF, FP32 = ERROR_FORMATS["mcf"], ERROR_FORMATS["fp32"]
 
@@ -162,8 +162,9 @@ def test_a_tensor_with_another_dtype_or_shape_starts_again(changed: Tensor) -> N
     hi.data = changed
     assert error_terms(hi) == ()  # they were about another value
     assert torch.equal(full_value(hi), changed.double())
-    with pytest.warns(UserWarning, match="hi has changed its dtype or shape"):
-        made = ensure_record(hi, MCF, name="hi")
+    (told,) = warned(lambda: ensure_record(hi, MCF, name="hi"))
+    assert "hi has changed its dtype or shape" in told
+    made = ensure_record(hi, MCF, name="hi")
     assert not made.auxiliaries[0].any()
     assert error_terms(hi) == made.auxiliaries
 
@@ -373,10 +374,9 @@ def test_a_parameter_that_changes_its_dtype_in_a_run_is_compensated_anew() -> No
         p.data = p.data.to(dtype)
         set_gradients(params)
         before = p.detach().double()
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-            step()
-        assert sum("has changed its dtype" in str(w.message) for w in caught) == changes
+        told = warned(step)
+        assert len(told) == changes
+        assert all("param_groups[0].params[0] has changed its dtype" in each for each in told)
         assert p.dtype is dtype
         assert p.grad is not None
         exact = before - optimizer.param_groups[0]["lr"] * p.grad.double()
