@@ -533,8 +533,9 @@ class Compilation:
         known = any(_input_has_error_terms(info) or _packed_format(info) is not None for info in infos)
         if updated and (known or self._may_get_terms(gm, infos, repetition)):
             return None  # for example a float32 average of compensated parameters
-        if updated and self.recorded and any(map(is_low_precision_tensor, gm.graph.nodes)):
-            return None  # a float32 tensor that outlives the part, computed from 16-bit values
+        computed = set(gm.graph.nodes) - set(placeholders(gm.graph))
+        if updated and self.recorded and any(map(is_low_precision_tensor, computed)):
+            return None  # a float32 tensor that outlives the part, from 16-bit results
         sums = self.options.strategy != "none" and self.options.changes == "summed"
         if updated and sums and self._sums_changes(gm):
             return None

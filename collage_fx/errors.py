@@ -214,8 +214,7 @@ class GraphBreakError(CollageError):
     leaves the rest to Python. A step with such a line is recorded, without an error
     (``docs/limits.md#recorded-steps``), unless torch has not wrapped it, as it does in
     ``Optimizer.__init__``, or the program compiles a part of the step itself. The function that the message
-    names has not been run; an earlier part, such as the inner step of a wrapper, may have been. With
-    ``strict=False`` the function is run eagerly, with a warning.
+    names has not been run; an earlier part of the step may have been.
 
     What to do: have your class call ``super().__init__(parameters, defaults)``. If a library's class only
     passes steps on to other optimizers, call ``collage_fx.install(optimizer)`` in the place of
