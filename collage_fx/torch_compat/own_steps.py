@@ -12,6 +12,7 @@ when ours has been called in it; else it refuses the step (:class:`OwnStep`).
 from __future__ import annotations
 
 import functools
+import threading
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
@@ -43,6 +44,9 @@ _HOOK = "__collage_fx_hook__"
 #: Attribute of a guard: step that it is put around.
 _GUARDED = "__collage_fx_guarded__"
 
+#: Attributes of an optimizer while its own step runs: threads that are in it, and the optimizer's hooks.
+_INSIDE, _KEPT = "__collage_fx_inside__", "__collage_fx_hooks__"
+
 #: Names of an optimizer's attributes that hold its hooks.
 _PRE, _POST = "_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"
 
@@ -59,8 +63,8 @@ def own_step(optimizer: Optimizer) -> OwnStep | None:
 
 
 def is_in_own_step(optimizer: Optimizer) -> bool:
-    """Return whether the function given to :func:`set_own_step` is running for the optimizer."""
-    return vars(optimizer).get(_PRE) is _NO_HOOKS
+    """Return whether this thread is in the optimizer's own step."""
+    return threading.get_ident() in vars(optimizer).get(_INSIDE, ())
 
 
 class OwnStep(Protocol):
@@ -227,21 +231,36 @@ def remove_own_step(optimizer: Optimizer) -> None:
 
 @contextmanager
 def without_hooks(optimizer: Optimizer) -> Iterator[dict[str, Any]]:
-    """Context manager: the optimizer has no hooks around its step; gives those that it had, by attribute."""
+    """Context manager: the optimizer has no hooks around its step; gives those that it had, by attribute.
+
+    Several threads may be inside: the thread of ``offload`` takes a part of a step, another one the rest.
+    """
     own = vars(optimizer)  # no hooks if its class does not call Optimizer.__init__
-    hooks = {name: own[name] for name in (_PRE, _POST) if name in own}
-    own.update(dict.fromkeys(hooks, _NO_HOOKS))
+    with _lock:
+        inside = own.setdefault(_INSIDE, [])
+        if not inside:
+            own[_KEPT] = {name: own[name] for name in (_PRE, _POST) if name in own}
+            own.update(dict.fromkeys(own[_KEPT], _NO_HOOKS))
+        inside.append(threading.get_ident())
     try:
-        yield hooks
+        yield own[_KEPT]
     finally:
-        own.update(hooks)
+        with _lock:
+            inside.remove(threading.get_ident())
+            if not inside:
+                del own[_INSIDE]
+                own.update(own.pop(_KEPT))
+
+
+_lock = threading.Lock()
 
 
 def _between_hooks(
     optimizer: Optimizer, run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
     """Call the optimizer's hooks before and after ``run``, as torch does; return the result of ``run``."""
-    for hook in vars(optimizer).get(_PRE, _NO_HOOKS).values():
+    own = vars(optimizer)
+    for hook in own.get(_KEPT, own).get(_PRE, _NO_HOOKS).values():
         replaced = hook(optimizer, args, kwargs)
         if replaced is not None:
             args, kwargs = replaced
