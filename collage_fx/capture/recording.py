@@ -458,7 +458,8 @@ class _Functions(TorchFunctionMode):
     """Mode that handles torch functions that are no operators, or torch's fused operators.
 
     Before the memory of tensors is read or their layout changed, they are brought up to date. An assignment
-    to ``.data`` is recorded like an update, a deep copy like a clone. Note [A wish for speed] in ``torch_compat/fused_updates.py``.
+    to ``.data`` is recorded like an update, a deep copy like a clone. Note [A wish for speed] in
+    ``torch_compat/fused_updates.py``.
     """
 
     def __init__(self, recorder: Recorder) -> None:

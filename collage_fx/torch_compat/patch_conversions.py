@@ -50,6 +50,7 @@ from collage_fx.torch_compat.patch_optimizers import (
     watching_optimizers,
 )
 from collage_fx.torch_compat.patching import Patch
+from collage_fx.torch_compat.tensors import pytree
 
 CONVERSIONS = Patch(
     name="conversions",
@@ -350,7 +351,8 @@ def _may_update(code: CodeType, variables: Mapping[str, Any]) -> bool:
     """
     is_method = optimizer_of_method(code, variables) is not None and not is_in_torchs_optimizer(code)
     holder = variables.get(code.co_varnames[0]) if code in _given and code.co_varnames else None
-    is_holders = any(isinstance(each, Optimizer) for each in getattr(holder, "__dict__", {}).values())
+    held = pytree.tree_leaves(list(getattr(holder, "__dict__", {}).values()))
+    is_holders = any(isinstance(each, Optimizer) for each in held)
     return is_method or is_holders or code.co_name.startswith(TORCH_DYNAMO_RESUME_IN_PREFIX)
 
 
