@@ -25,6 +25,7 @@ from collage_fx.budgets import Budget, best_budget, budgets_for, budgets_for_par
 from collage_fx.capture import (
     Deferred,
     Families,
+    RecordedPart,
     Request,
     decompositions,
     describe_input,
@@ -33,7 +34,6 @@ from collage_fx.capture import (
     forget_new_state,
     give_up_rows,
     has_stand_ins,
-    is_compiled,
     note_compiled_step,
     note_forward,
     record_instead,
@@ -42,7 +42,6 @@ from collage_fx.capture import (
     refuse_overlaps,
     refuse_unknown_torch,
     refuse_unsupported,
-    why_recorded,
     with_lists_apart,
 )
 from collage_fx.errors import (
@@ -226,10 +225,7 @@ class Compilation:
         self.optimizers = optimizers_among(variables)
         self.known = known_tensors(self.optimizers)
         self.subject = backend.label(list(self.optimizers.values())) or traced_frame_name() or "step"
-        # An optimizer whose step is recorded may have other methods, which Dynamo captures.
-        recorded = () if traced_frame_name() else map(why_recorded, self.optimizers.values())
-        self.recorded = next(filter(None, recorded), "")
-        self.is_compiled = all(map(is_compiled, self.optimizers.values()))
+        self.recorded, self.is_compiled = RecordedPart.of(module)
         self.request = Request(backend, {"mode": mode}, self.options.strict)
         self.left_alone = False
         #: Indices of the inputs whose changed elements the step notes, and the tensors.
@@ -559,7 +555,10 @@ class Compilation:
     def _may_get_terms(
         self, gm: GraphModule, infos: Sequence[InputInfo], repetition: Repetition
     ) -> frozenset[int]:
-        """Return the positions of inputs that are read alone, and may get error terms in another graph."""
+        """Return the positions of inputs that are read alone, and may get error terms in another graph.
+
+        These are states of known optimizers, and all parameters: their optimizer may come later.
+        """
         if self.recorded or self.options.strategy == "none":
             return frozenset()
         held, stores = storages_of_adopted(), copies_to_inputs(gm.graph)
@@ -571,7 +570,8 @@ class Compilation:
                 continue  # state is packed, and has no error terms
             if tensor is not None and node not in stores and is_low_precision_tensor(node):
                 piece = local_tensor(tensor)
-                if has_storage(piece) and storage_of(piece) in held:
+                is_parameter = isinstance(tensor, torch.nn.Parameter)
+                if is_parameter or (has_storage(piece) and storage_of(piece) in held):
                     found.add(position)
         return frozenset(found)
 

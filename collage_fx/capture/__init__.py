@@ -7,7 +7,7 @@ from collage_fx.capture.inputs import describe_input, describe_inputs
 from collage_fx.capture.members import give_up_rows, has_stand_ins, stand_in_for
 from collage_fx.capture.new_state import forget_new_state
 from collage_fx.capture.numbers import decompositions
-from collage_fx.capture.recording import Request, is_compiled, why_recorded
+from collage_fx.capture.recording import RecordedPart, Request
 from collage_fx.capture.refusals import (
     refuse_aliases,
     refuse_devices,

@@ -21,7 +21,7 @@ from collage_fx.capture.new_state import forget_new_state, remember_state
 from collage_fx.capture.progress import show_progress
 from collage_fx.capture.recorder import Recorder, is_recording
 from collage_fx.capture.refusals import refuse_distributed, refuse_optimizer, refuse_packed
-from collage_fx.capture.segment import Spec
+from collage_fx.capture.segment import Deferred, Spec
 from collage_fx.errors import CollageError, RecompileLimitError, raise_or_warn
 from collage_fx.state import (
     KnownTensor,
@@ -94,16 +94,22 @@ def is_recorded(optimizer: Optimizer) -> bool:
     return RECORDING in vars(optimizer)
 
 
-def why_recorded(optimizer: Optimizer) -> str:
-    """Return the reason why an optimizer's steps are recorded; empty if they are not."""
-    recording = getattr(optimizer, RECORDING, None)
-    return "" if recording is None else recording.reason
+class RecordedPart(NamedTuple):
+    """Facts about a graph that is a part of a recorded step: the entry :data:`RECORDING` of its ``meta``.
 
+    Attributes:
+        reason: why the optimizer's steps are recorded; empty for a graph that is no such part.
+        is_compiled: whether the part is compiled, rather than run operation by operation.
+    """
 
-def is_compiled(optimizer: Optimizer) -> bool:
-    """Return whether an optimizer's step is compiled, rather than run operation by operation."""
-    recording = getattr(optimizer, RECORDING, None)
-    return recording is None or not recording.is_for_one_step
+    reason: str = ""
+    is_compiled: bool = True
+
+    @staticmethod
+    def of(module: GraphModule) -> RecordedPart:
+        """Return the facts about a graph that a backend is given."""
+        part: RecordedPart = module.meta.get(RECORDING, RecordedPart())
+        return part
 
 
 #: Optimizers of which a step has been recorded.
@@ -443,6 +449,7 @@ class _Recording:
         if not self._has_compiled:
             self._progress.enter_context(show_progress(self._label))
         self._has_compiled = True
+        module.meta[RECORDING] = RecordedPart(self.reason, not self.is_for_one_step)
         compiled: Callable[..., Any] = self._request.backend(module, arguments, **self._request.keywords)
         return compiled
 
@@ -451,7 +458,8 @@ class _Functions(TorchFunctionMode):
     """Mode that handles torch functions that are no operators, or torch's fused operators.
 
     Before the memory of tensors is read or their layout changed, they are brought up to date. An assignment
-    to ``.data`` is recorded like an update. Note [A wish for speed] in ``torch_compat/fused_updates.py``.
+    to ``.data`` is recorded like an update, a deep copy like a clone. Note [A wish for speed] in
+    ``torch_compat/fused_updates.py``.
     """
 
     def __init__(self, recorder: Recorder) -> None:
@@ -463,6 +471,8 @@ class _Functions(TorchFunctionMode):
             return args[0].copy_(args[1])
         if (fused := fused_operator(func)) is not None:
             return run_unfused(fused, args, kwargs or {})
+        if func is torch.Tensor.__deepcopy__ and type(args[0]) in (Tensor, Deferred):
+            return args[0].detach().clone()
         if func in _OF_MEMORY or func == _SET_DATA:
             self._recorder.flush()
         return func(*args, **(kwargs or {}))

@@ -13,6 +13,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from types import CodeType
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from torch import Tensor
@@ -31,6 +32,7 @@ from collage_fx.torch_compat.dynamo_trace import (
     backend_within,
 )
 from collage_fx.torch_compat.optim_frames import (
+    codes_of,
     is_in_torchs_optimizer,
     optimizer_being_stepped,
     optimizer_of_method,
@@ -48,6 +50,7 @@ from collage_fx.torch_compat.patch_optimizers import (
     watching_optimizers,
 )
 from collage_fx.torch_compat.patching import Patch
+from collage_fx.torch_compat.tensors import pytree
 
 CONVERSIONS = Patch(
     name="conversions",
@@ -199,6 +202,7 @@ def watch_conversions(watch: Watch) -> None:
             if not watch.is_watched(backend):
                 return convert
             if (function := _given_to_compile()) is not None:
+                _given.update(codes_of(function))
                 watch.handed_over(backend, keywords, function)
             return _Watched(convert, watched)
 
@@ -341,11 +345,19 @@ def compiling() -> Iterator[None]:
 def _may_update(code: CodeType, variables: Mapping[str, Any]) -> bool:
     """Return whether a function is an optimizer's method, or the rest of a function after a graph break.
 
-    Dynamo runs a function eagerly if it finds no tensor in its variables, and it does not look into objects.
-    For torch's wrapper around ``step``, which does not touch tensors, that is allowed.
+    Or ``torch.compile`` was given the method of an object that holds an optimizer. Dynamo runs a function
+    eagerly if it finds no tensor in its variables, and it does not look into objects. For torch's wrapper
+    around ``step``, which does not touch tensors, that is allowed.
     """
     is_method = optimizer_of_method(code, variables) is not None and not is_in_torchs_optimizer(code)
-    return is_method or code.co_name.startswith(TORCH_DYNAMO_RESUME_IN_PREFIX)
+    holder = variables.get(code.co_varnames[0]) if code in _given and code.co_varnames else None
+    held = pytree.tree_leaves(list(getattr(holder, "__dict__", {}).values()))
+    is_holders = any(isinstance(each, Optimizer) for each in held)
+    return is_method or is_holders or code.co_name.startswith(TORCH_DYNAMO_RESUME_IN_PREFIX)
+
+
+#: Code of the functions that ``torch.compile`` was given with this backend.
+_given: WeakSet[CodeType] = WeakSet()
 
 
 def dynamo_recompile_limit() -> int:

@@ -2,7 +2,7 @@
 
 Note [Several dtypes]
 ---------------------
-A step may have a parameter, a gradient and state of three dtypes. Torch has two obstacles to tracing it:
+A step may have a parameter, a gradient and state of three dtypes. Torch has three obstacles to tracing it:
 
 * A fake parameter gets its fake gradient before it gets ``grad_dtype``, and refuses a gradient of another
   dtype. While Dynamo and AOTAutograd work for this backend, such a fake parameter has no gradient. Dynamo
@@ -11,6 +11,8 @@ A step may have a parameter, a gradient and state of three dtypes. Torch has two
   takes tensors of one dtype alone: ``exp_avg.lerp_(grad, 0.1)`` raises, eagerly too, where
   ``exp_avg.mul_(0.9).add_(grad, alpha=0.1)`` would not. Here its operands are converted to one dtype first,
   in place to that of the average. Where arithmetic is ``wide``, no such conversion rounds.
+* Dynamo traces ``torch._foreach_lerp_`` with a weight from 1/2 on as torch calculates it on a GPU: one minus
+  the weight has the 16 bits of the tensors, 0.2266 for a weight of 0.775. Here each element has a ``lerp_``.
 """
 
 from __future__ import annotations
@@ -45,6 +47,7 @@ AVERAGES_OF_DTYPES = Patch(
         "torch._dynamo.variables.tensor:TensorVariable has dtype, is_tensor",
         "torch._dynamo.variables.tensor:TensorVariable.call_method(self, tx, name, args, kwargs)",
         "torch._dynamo.variables.base:VariableTracker.build(tx, value)",
+        "torch._dynamo.variables.lists:ListVariable has items",
     ),
 )
 
@@ -83,9 +86,26 @@ def _with_ends_of_one_dtype(call_function: Callable[..., None]) -> Callable[...,
                 start, end = (_converted(self, each, dtype) for each in (start, end))
                 self.push(start.call_method(self, name, [end, *args[1:]], kwargs))
                 return
+        weight = kwargs.get("weight", args[-1]).realize() if _is_lerp_of_lists(fn) else None
+        if weight is not None and not weight.is_tensor() and not _is_below_half(weight):
+            starts, ends = (each.realize().items for each in args[:2])
+            for start, end in zip(starts, ends, strict=True):
+                start.call_method(self, "lerp_", [end, weight], {})
+            self.push(VariableTracker.build(self, None))
+            return
         call_function(self, fn, args, kwargs)
 
     return called
+
+
+def _is_lerp_of_lists(function: Any) -> bool:
+    """Return whether a function that Dynamo traces is ``torch._foreach_lerp_``."""
+    return getattr(function, "value", None) is torch._foreach_lerp_
+
+
+def _is_below_half(weight: Any) -> bool:
+    """Return whether a number is a constant below 1/2: from there on, torch rounds it to 16 bits."""
+    return bool(weight.is_python_constant() and abs(weight.as_python_constant()) < 0.5)
 
 
 def _converted(translator: Any, tensor: Any, dtype: torch.dtype) -> Any:

@@ -1,8 +1,12 @@
-"""Resumes with numbers that change: the first step after a load does not decide by a number of that step."""
+"""Resumes with numbers that change: the first step after a load does not decide by a number of that step.
+
+Nor do its bits depend on whether a number is a constant of the code, as in that step, or an input.
+"""
 
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -47,13 +51,53 @@ class Averaging(Optimizer):
                     p.add_(state["m"], alpha=-1e-3)
 
 
-@pytest.mark.parametrize("name", NUMBERS)
-@pytest.mark.parametrize("stop", [2, 3])
-def test_a_resumed_run_goes_on_bit_by_bit(name: str, stop: int) -> None:
+class InPlace(Averaging):
+    """Step with an average that begins as the gradient; ``branches``: it is recorded."""
+
+    branches = False
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            group["t"] += 1
+            for p in group["params"]:
+                if self.branches and not float(p.grad.float().norm()) > 0:
+                    continue
+                state = self.state[p]
+                if not state:
+                    state["m"] = p.grad.clone()
+                elif group["t"] % 2:
+                    state["m"].lerp_(p.grad, self.number(group["t"]))
+                else:
+                    torch._foreach_lerp_([state["m"]], [p.grad], self.number(group["t"]))
+                p.add_(state["m"], alpha=-1e-3)
+
+
+class Recorded(InPlace):
+    branches = True
+
+
+#: Weights below and from 1/2 on, where torch's ``lerp`` has two formulas.
+WEIGHTS: dict[str, Callable[[int], float]] = {
+    "9/(10 + t)": lambda t: 9 / (10 + t),
+    "cosine": lambda t: 0.5 + 0.4 * math.cos(t),
+}
+
+CASES = [
+    *((Averaging, NUMBERS[name], stop) for name in NUMBERS for stop in (2, 3)),
+    *((InPlace, number, stop) for number in WEIGHTS.values() for stop in (2, 3)),
+    *((Recorded, number, 3) for number in WEIGHTS.values()),
+]
+
+
+@pytest.mark.parametrize(("kind", "number", "stop"), CASES)
+def test_a_resumed_run_goes_on_bit_by_bit(
+    kind: type[Averaging], number: Callable[[int], float], stop: int
+) -> None:
     def made() -> tuple[Averaging, list[torch.nn.Parameter]]:
         torch._dynamo.reset()
         params = parameters(shapes=[(8, 6)])
-        return install(Averaging(params, NUMBERS[name])), params
+        return install(kind(params, number)), params
 
     def take(optimizer: Averaging, params: list[torch.nn.Parameter], first: int, last: int) -> None:
         for seed in range(first, last):
