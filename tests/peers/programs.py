@@ -121,7 +121,7 @@ def on_a_manifold(params: Parameters, manifold: Any, optimizer: str) -> tuple[An
     geoopt = geometry()
     # Rows of length 1/2 are well inside the ball; projx makes them unit vectors on the sphere.
     inside = [p.detach().double() / p.detach().double().norm(dim=-1, keepdim=True) / 2 for p in params]
-    points = [manifold.projx(each).to(params[0].dtype) for each in inside if each.dim() == 2]
+    points = [manifold.projx(each).bfloat16().to(params[0].dtype) for each in inside if each.dim() == 2]
     matrices = [geoopt.ManifoldParameter(point, manifold=manifold) for point in points]
     made = getattr(geoopt.optim, optimizer)(matrices, lr=LR)
     return made, with_gradients(made)
