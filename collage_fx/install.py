@@ -248,8 +248,8 @@ class CompiledStep:
         moved = [
             p
             for p, (version, gradient) in zip(low, before, strict=True)
-            if version_of(p) != version and not gradient is p.grad is None  # else moved by a closure
-        ]
+            if version_of(p) != version and (gradient is not None or p.grad is not None)
+        ]  # without a gradient, a closure has moved it
         # A parameter that is overwritten may have no error term, and has a row in a report.
         rows = (row for graph in self.backend.reports[self._reports :] for row in graph.tensors)
         self._is_compensated = any(record_of(p) is not None for p in moved) or any(

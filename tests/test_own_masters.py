@@ -1,6 +1,6 @@
 """Optimizers with float32 master weights of their own: parameters keep the whole value that they are set to.
 
-And the net below ``install``: a first step that moves parameters past this backend is an error.
+And steps that need no error term, which ``install`` does not take for steps past the backend.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ from torch.optim import Optimizer
 
 import collage_fx
 from collage_fx import full_value
-from collage_fx.errors import EagerStepError
 
 SHAPE = (16, 8)
 LR = 1e-4
@@ -103,7 +102,7 @@ def test_a_parameter_is_the_master_weight_that_it_is_set_to(
 
 
 class Other(Optimizer):
-    """An update by a function that another backend has compiled, or none."""
+    """An update by a given function, after the closure, unless the learning rate is 0."""
 
     def __init__(self, params: Any, update: Callable[[Tensor], None]) -> None:
         super().__init__(params, {"lr": LR})
@@ -116,12 +115,6 @@ class Other(Optimizer):
         for p in self.param_groups[0]["params"]:
             if p.grad is not None:
                 self.update(p)
-
-
-@torch.compiler.disable(recursive=True)
-def past_dynamo(p: Tensor) -> None:
-    p.numpy_force = None  # type: ignore[attr-defined]
-    p.sub_(LR * p.grad)  # type: ignore[operator]
 
 
 def overwritten(p: Tensor) -> None:
