@@ -220,6 +220,7 @@ class CompiledStep:
         self._first_call = first_call(optimizer)
         self._optimizer = optimizer
         self._calls = 0
+        self._reports = len(backend.reports)
         self._is_compensated = not backend.compensates
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -242,10 +243,18 @@ class CompiledStep:
         if self._is_compensated or not self.backend.options.strict:
             return self.run(*args, **kwargs)
         low = [p for _, p in parameter_names(self._optimizer) if is_low_precision(p.dtype)]
-        versions = list(map(version_of, low))
+        before = [(version_of(p), p.grad) for p in low]
         returned = self.run(*args, **kwargs)
-        moved = [p for p, version in zip(low, versions, strict=True) if version_of(p) != version]
-        self._is_compensated = any(record_of(p) is not None for p in moved)
+        moved = [
+            p
+            for p, (version, gradient) in zip(low, before, strict=True)
+            if version_of(p) != version and (gradient is not None or p.grad is not None)
+        ]  # without a gradient, a closure has moved it
+        # A parameter that is overwritten may have no error term, and has a row in a report.
+        rows = (row for graph in self.backend.reports[self._reports :] for row in graph.tensors)
+        self._is_compensated = any(record_of(p) is not None for p in moved) or any(
+            row.role is Role.PARAMETER for row in rows
+        )
         if moved and not self._is_compensated:
             label = type(self._optimizer).__name__
             raise EagerStepError(

@@ -142,6 +142,8 @@ class Analyze(Pass):
                 continue
             if _is_computed_from(sources, state, flow):
                 _compensate(program, state, "computed from state that is compensated")
+            elif program.strategy != "none" and _is_computed_from_float32(state):
+                _compensate(program, state, "computed from float32 values, as from master weights")
             elif program.is_recorded and program.strategy != "none":
                 _compensate(program, state, "a parameter, in a part of a recorded step")
                 if _is_made_of_bits(state):
@@ -370,6 +372,14 @@ def _gives_integers(node: Node) -> bool:
 
 def _is_computed_from(sources: Sequence[Node], target: StateTensor, flow: _Flow) -> bool:
     return any(flow.is_read(source, target.placeholder) for source in sources)
+
+
+def _is_computed_from_float32(target: StateTensor) -> bool:
+    """Return whether a new value is computed from float32 inputs other than numbers."""
+    last = _stored(target)
+    found = (last, *reached([last], operands_of))
+    values = [tensor_value(node) for node in found if node.op == "placeholder"]
+    return any(v is not None and v.dtype is torch.float32 and v.dim() > 0 for v in values)
 
 
 def _determines(state: StateTensor, other: StateTensor, flow: _Flow) -> bool:

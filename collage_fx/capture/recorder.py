@@ -86,6 +86,9 @@ class Recorder(TorchDispatchMode):
             its second argument is whether the graph overwrites the tensor.
         original_of: storage -> the optimizer's tensor in it, if any; ``p.data`` is a view of that tensor.
         known: returns the tensors that the optimizer holds, by ``id``.
+
+    Attributes:
+        is_dispatching: whether an operation is being recorded; functions that are called meanwhile are ours.
     """
 
     def __init__(
@@ -100,6 +103,7 @@ class Recorder(TorchDispatchMode):
         self._kind_of = kind_of
         self._original_of = original_of
         self._known = known
+        self.is_dispatching = False
         self._segment = Segment()
         self._executed: list[Deferred] = []
         self._viewed: dict[int, Tensor] = {}
@@ -160,6 +164,15 @@ class Recorder(TorchDispatchMode):
             _is_recording.reset(token)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        # TorchScript's interpreter, unlike Python's calls, leaves modes for functions on while it dispatches.
+        before, self.is_dispatching = self.is_dispatching, True
+        try:
+            return self._dispatched(func, types, args, kwargs)
+        finally:
+            self.is_dispatching = before
+
+    def _dispatched(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
+        """Execute or record an operation."""
         if any(map(is_wrapper_class, types)):
             return NotImplemented  # its class calls operators on the tensors inside, which are recorded
         kwargs = kwargs or {}

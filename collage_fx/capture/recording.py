@@ -467,6 +467,8 @@ class _Functions(TorchFunctionMode):
         self._recorder = recorder
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if self._recorder.is_dispatching:
+            return func(*args, **(kwargs or {}))
         if func == _SET_DATA and Spec.of(args[0]) == Spec.of(args[1]):
             return args[0].copy_(args[1])
         if (fused := fused_operator(func)) is not None:
