@@ -11,6 +11,8 @@ if a divisor became zero and the dividend did not, the update would be unbounded
 * if its old value is multiplied by a tensor or by a number above 1: rounding errors would grow;
 * if it holds values of parameters (Lookahead's slow weights, averages) or their rounding errors (Kahan's
   term): an error that is small relative to a moment can be large relative to a parameter's update;
+* if the step keeps some elements of a row and changes others (``where`` with a mask): they share scales, so
+  that the kept elements would be rounded again in each step, and the errors would add up;
 * if it has few elements, or its rows are not made of whole blocks;
 * if it is a shard and the format needs whole tensors, or if its sizes are symbols.
 
@@ -44,6 +46,7 @@ from collage_fx.graph import (
     new_value,
     operands_of,
     reached,
+    splits_blocks,
     stays_positive,
 )
 from collage_fx.numerics import ErrorFormat
@@ -80,7 +83,7 @@ class PackState(Pass):
         for state in states:
             is_positive = state in positive_states
             fmt = positive if is_positive else signed
-            why_not = _why_not_stored(state, fmt) or _why_not(program, state, divided_by)
+            why_not = _why_not_stored(state, fmt) or _why_not(program, state, fmt, divided_by)
             state.not_packed = why_not
             if why_not:
                 state.selection += f"; not packed: {why_not}"
@@ -104,12 +107,14 @@ def _why_not_stored(state: StateTensor, fmt: ErrorFormat) -> str:
     return fmt.why_not(state.value)
 
 
-def _why_not(program: StepProgram, state: StateTensor, divided_by: dict[Node, str]) -> str:
+def _why_not(program: StepProgram, state: StateTensor, fmt: ErrorFormat, divided_by: dict[Node, str]) -> str:
     """Return why the step's operations on a state forbid packing; empty if they allow it."""
     if (what := divided_by.get(state.placeholder)) is not None:
         return what
     if not all(slope.is_number and 0 <= slope <= 1 for slope in _slopes(state)):
         return "its old value is multiplied by a tensor, or by a number above 1"
+    if splits_blocks(state, fmt):
+        return "the step keeps single elements, which have a scale in common with others"
     if _is_given_to_a_parameter(program, state.placeholder):
         return "a parameter is overwritten with it"
     if moves_as_a_parameter(program, state):

@@ -92,7 +92,7 @@ from collage_fx.graph.recurrence import judge, read_recurrence
 from collage_fx.graph.retype import Retyper
 from collage_fx.graph.routes import WAYS, Reason, Reasons, Route, Unit, not_taken
 from collage_fx.graph.signs import Signs, moves_as_a_parameter, stays_positive
-from collage_fx.graph.skipping import intend, restore, set_aside, unless_skipped
+from collage_fx.graph.skipping import intend, restore, set_aside, splits_blocks, unless_skipped
 from collage_fx.graph.text import graph_text
 
 __all__ = [
@@ -186,6 +186,7 @@ __all__ = [
     "size_argument",
     "size_of_update",
     "source_of",
+    "splits_blocks",
     "spoils_an_update",
     "statement_of",
     "stays_positive",

@@ -17,7 +17,7 @@ average's roundoff comes from the steps that are taken.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import takewhile
 
 import torch
@@ -31,10 +31,12 @@ from collage_fx.graph.nodes import (
     operands_of,
     reached,
     stored,
+    tensor_value,
     unconverted,
 )
 from collage_fx.graph.operator_facts import passed_operand
 from collage_fx.graph.program import StateTensor
+from collage_fx.numerics import ErrorFormat
 
 aten = torch.ops.aten
 
@@ -68,14 +70,17 @@ def unless_skipped(placeholder: Node, new_value: Node) -> Node:
 def set_aside(state: StateTensor) -> Sequence[Skip]:
     """Replace ``store(where(skip, old, new))`` by ``store(new)``; return the skips, the outer one first.
 
-    Elements of a block share a scale, so that there only a condition for the whole tensor is set aside.
+    Elements of a block share a scale, so that there only a condition for whole rows is set aside.
     """
-    by_element = state.error_format.is_elementwise
-    found = _skips(state.placeholder, unconverted(state.stored))
-    skips = [*takewhile(lambda skip: by_element or is_number(skip.condition), found)]
+    skips = [*takewhile(lambda skip: _keeps_codes(skip, state, state.error_format), _skips_of(state))]
     if skips:
         state.store.args = (state.placeholder, skips[-1].changed, *state.store.args[2:])
     return skips
+
+
+def splits_blocks(state: StateTensor, fmt: ErrorFormat) -> bool:
+    """Return whether a step keeps elements whose codes in ``fmt`` depend on elements that it changes."""
+    return not all(_keeps_codes(skip, state, fmt) for skip in _skips_of(state))
 
 
 def intend(editor: GraphEditor, state: StateTensor, skips: Sequence[Skip]) -> None:
@@ -101,7 +106,33 @@ def restore(editor: GraphEditor, state: StateTensor, skips: Sequence[Skip]) -> N
         with editor.graph.inserting_before(store):
             for skip in reversed(skips):
                 if has_elements(part) or is_number(skip.condition):
-                    store.args = (part, skip.between(editor, part, stored(store)), *store.args[2:])
+                    fitting = _fitting(editor, skip, state.value.dim(), part)
+                    store.args = (part, fitting.between(editor, part, stored(store)), *store.args[2:])
+
+
+def _keeps_codes(skip: Skip, state: StateTensor, fmt: ErrorFormat) -> bool:
+    """Return whether elements that a skip keeps may keep their codes in ``fmt``, whatever others become."""
+    if fmt.is_elementwise or is_number(skip.condition):
+        return True
+    sizes = skip.condition.meta["val"].shape
+    return fmt.by_rows and all(size == 1 for size in sizes[max(0, len(sizes) - state.value.dim() + 1) :])
+
+
+def _fitting(editor: GraphEditor, skip: Skip, dims: int, part: Node) -> Skip:
+    """Return a skip of rows of a tensor of ``dims`` dimensions, for a part with other dimensions."""
+    value = tensor_value(part)
+    if is_number(skip.condition) or value is None or value.dim() == dims:
+        return skip
+    sizes = skip.condition.meta["val"].shape
+    rows = sizes[0] if len(sizes) == dims else 1
+    return replace(
+        skip, condition=editor.call(aten.view.default, skip.condition, [rows, *[1] * (value.dim() - 1)])
+    )
+
+
+def _skips_of(state: StateTensor) -> list[Skip]:
+    """Return the skips of a tensor's step, the outer one first."""
+    return _skips(state.placeholder, unconverted(state.stored))
 
 
 def _skips(placeholder: Node, new_value: Node) -> list[Skip]:

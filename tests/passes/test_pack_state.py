@@ -172,6 +172,17 @@ def pulled_to_an_average(p: Tensor, g: Tensor, a: Tensor) -> None:
     p.sub_(g + 0.1 * (p - a), alpha=1e-3)
 
 
+def kept_elements(p: Tensor, g: Tensor, m: Tensor) -> None:
+    m.copy_(torch.where(g > 0, m * 0.9 + g * 0.1, m))
+    p.sub_(m, alpha=1e-3)
+
+
+def kept_columns_of_rows(p: Tensor, g: Tensor, m: Tensor) -> None:
+    columns = torch.where(g[:1] > 0, m, m * 0.9 + g * 0.1)
+    m.copy_(torch.where(g[:, :1] > 0, columns, m))
+    p.sub_(m, alpha=1e-3)
+
+
 def last_weights(p: Tensor, g: Tensor, a: Tensor) -> None:
     move = p - a
     a.copy_(p)
@@ -185,6 +196,8 @@ def last_weights(p: Tensor, g: Tensor, a: Tensor) -> None:
         (pulled_to_an_average, "a", "as large as weights"),
         (last_weights, "a", "as large as weights"),
         (divided, "m", "the divisor"),
+        (kept_elements, "m", "the step keeps single elements"),
+        (kept_columns_of_rows, "m", "the step keeps single elements"),
         (scaled_by_a_tensor, "s", "multiplied by a tensor, or by a number above 1"),
         (growing, "m", "multiplied by a tensor, or by a number above 1"),
         (kahan, "c", "computed from a parameter's new value"),
@@ -272,17 +285,19 @@ def test_a_step_that_is_skipped_leaves_all_parts_alone() -> None:
     assert set(state.auxiliaries) <= kept
 
 
-def test_a_choice_for_each_element_is_part_of_the_value() -> None:
-    """Elements that are kept have a scale in common with others: codes of the old scale would be wrong."""
+def test_rows_that_are_skipped_keep_all_parts() -> None:
+    """Scales have one dimension less than the tensor here."""
 
     def step(p: Tensor, g: Tensor, m: Tensor) -> None:
-        m.copy_(torch.where(g > 0, m, m * 0.9 + g * 0.1))
+        m.copy_(torch.where(g[:, :1, :1] > 0, m, m * 0.9 + g * 0.1))
         p.sub_(m, alpha=1e-3)
 
-    program = packed(step, "p g m", last="hoist-scalars")
+    program = packed(step, "p g m", last="hoist-scalars", shape=(64, 4, 32))
     (state,) = (state for state in program.states if state.packed)
     choices = program.gm.graph.find_nodes(op="call_function", target=torch.ops.aten.where.self)
-    assert not {arg for choice in choices for arg in choice.args} & set(state.auxiliaries)
+    codes, scales, *_ = state.auxiliaries
+    dims = {choice.args[1]: choice.args[0].meta["val"].dim() for choice in choices}
+    assert (dims[codes], dims[scales]) == (3, 2)
 
 
 def test_a_reader_in_the_storage_format_reads_the_decoded_value() -> None:
