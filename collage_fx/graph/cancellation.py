@@ -257,7 +257,7 @@ class _Updates:
         return max(shares, default=0.0) < 0.5 and node in reached([new_weight], operands_of)
 
     def _settle(self, sizes: dict[Node, float], updates: set[Node]) -> set[Node]:
-        """Add the sizes of states to those of weights; return the states of the size of weights.
+        """Add the sizes of states to the sizes of weights; return the states of the size of weights.
 
         Args:
             sizes: sizes of weights, by placeholder.

@@ -47,7 +47,7 @@ _KEEP_RELATIVE_ERROR = {aten.abs, aten.sign, aten.sqrt, aten.rsqrt, aten.recipro
 
 
 def is_unbounded(state: StateTensor, exact: Collection[Node], moved: Collection[Node]) -> bool:
-    """Return whether no bound is known for what rounding a state does: Note [State without a bound].
+    """Return whether no bound is known for the effect of rounding a state: Note [State without a bound].
 
     Args:
         state: the state.
@@ -107,7 +107,7 @@ def _factorizes(node: Node) -> bool:
 
 
 def _mixes(node: Node, dependent: Collection[Node], sources: Collection[Node]) -> bool:
-    """Return whether an operation may enlarge errors of one element into those of others."""
+    """Return whether an operation may enlarge an error of one element into errors of others."""
     if is_matrix_product(node.target):
         factors = [arg for arg in node.args if arg in dependent]
         return len(factors) > 1 or any(_origin(factor) in sources for factor in factors)

@@ -161,7 +161,7 @@ def watch_conversions(watch: Watch) -> None:
                     watch.within(code, variables),
                     dynamo_config.patch(watch.settings),
                     # A part without operations, now, may have some in a later step.
-                    dynamo_config.patch(allow_empty_graphs=_may_update(code, variables)),
+                    dynamo_config.patch(allow_empty_graphs=_may_be_empty(code, variables)),
                     _patched(watch, code, variables),
                 ):
                     converted = convert(frame, *args, **kwargs)
@@ -354,6 +354,14 @@ def _may_update(code: CodeType, variables: Mapping[str, Any]) -> bool:
     held = pytree.tree_leaves(list(getattr(holder, "__dict__", {}).values()))
     is_holders = any(isinstance(each, Optimizer) for each in held)
     return is_method or is_holders or code.co_name.startswith(TORCH_DYNAMO_RESUME_IN_PREFIX)
+
+
+def _may_be_empty(code: CodeType, variables: Mapping[str, Any]) -> bool:
+    """Return whether a function without operations may have some in another call, and so is compiled.
+
+    The rest of torch's functions around a step never has any.
+    """
+    return _may_update(code, variables) and not is_in_torchs_optimizer(code)
 
 
 #: Code of the functions that ``torch.compile`` was given with this backend.

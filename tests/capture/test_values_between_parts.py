@@ -219,7 +219,7 @@ def stepping_between(
 
     bring = back
     if compensate:
-        take, bring = (torch.compile(each, backend=CollageBackend()) for each in (taken, back))  # type: ignore
+        take, bring = (torch.compile(each, backend=CollageBackend()) for each in (taken, back))  # type: ignore[assignment]
         if is_early:
             take(params)
         install(optimizer)

@@ -13,7 +13,7 @@ from torch.torch_version import TorchVersion
 
 from collage_fx import error_terms
 from collage_fx.choices import Arithmetic
-from collage_fx.graph import OPERATORS
+from collage_fx.graph import OPERATORS, placeholders
 from collage_fx.graph.program import InputInfo, Role, StepProgram
 from collage_fx.graph.text import graph_text
 from collage_fx.numerics.error_formats import ERROR_FORMATS
@@ -114,9 +114,11 @@ def test_a_beta_of_0_ignores_what_it_multiplies(name: str, alpha: float) -> None
         add_to(m, a, b, beta=0, alpha=alpha)
 
     program = after(captured_of(step, torch.zeros(shape).bfloat16(), a, b, strategy="light"), "hoist-scalars")
+    added = placeholders(program.gm.graph)[3:]
+    terms = [torch.zeros_like(node.meta["val"], device="cpu") for node in added]
     for content in (1.0, math.nan, math.inf):
         m, wanted = (torch.full(shape, content).bfloat16() for _ in range(2))
-        program.gm(m, a, b)
+        program.gm(m, a, b, *terms)
         step(wanted, a, b)
         assert torch.equal(m, wanted)
 

@@ -134,13 +134,15 @@ def test_a_plain_checkpoint_is_loaded_in_part(*, flatten: bool, tmp_path: Path) 
     second = model()
     other, other_step = adamw(second)
     run_steps(other_step, list(second.parameters()), range(7, 9))
-    load(second, other, options, tmp_path, DefaultLoadPlanner(allow_partial_load=True))
+    at_load = warned(
+        lambda: load(second, other, options, tmp_path, DefaultLoadPlanner(allow_partial_load=True))
+    )
     for p in second.parameters():
         p.grad = torch.zeros_like(p)
     other.param_groups[0]["lr"] = 0.0
-    (told,) = warned(other_step)
-    assert "holds error terms of other values than" in told
-    named, more = tensors_in(told)
-    assert (len(named), more) == (3, 5)
+    told = at_load + warned(other_step)
+    assert all("holds error terms of other values than" in each for each in told)
+    named = [tensors_in(each) for each in told]
+    assert [(len(names), more) for names, more in named] == [(3, 1)] * 2  # of state, of weights
     for p, q in zip(second.parameters(), plain.parameters(), strict=True):
         assert torch.equal(full_value(p), q.double())
