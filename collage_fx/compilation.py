@@ -909,7 +909,8 @@ class Compilation:
         self, gm: GraphModule, example_inputs: Sequence[Any], inductor_options: dict[str, Any], why: str
     ) -> Callable[[list[Any]], Any]:
         """Lower the captured graph unchanged, and report why."""
-        if self.left_alone:  # second call: the backward graph of the same capture
+        is_empty = not any(node.op == "call_function" for node in gm.graph.nodes)
+        if self.left_alone or is_empty:  # a second call is for the backward graph of the same capture
             return self._lower_as_captured(gm, example_inputs, inductor_options).step
         self.left_alone = True
         graph = copy_of(gm)

@@ -699,10 +699,13 @@ def is_adopted(optimizer: Optimizer) -> bool:
 
 
 def storages_of_adopted() -> set[int]:
-    """Return the storages of the low-precision parameters and states of all adopted optimizers."""
+    """Return the storages of the low-precision parameters and states of all adopted optimizers.
+
+    Packed state has no memory of its own, and would be unpacked.
+    """
     held = (known for each in list(_adopted) for known in known_tensors({"self": each}).values())
     low = (known.tensor for known in held if known.role is not Role.GRADIENT)
-    pieces = (local_tensor(each) for each in low if is_low_precision(each.dtype))
+    pieces = (local_tensor(each) for each in low if is_low_precision(each.dtype) and not is_packed(each))
     return {storage_of(piece) for piece in pieces if has_storage(piece)}
 
 

@@ -438,7 +438,7 @@ def relative_error(trial: Trial, moved: Tensor, exact: Tensor) -> float:
     sizes = [math.prod(shape) for shape in trial.shapes] if trial.of_each else [exact.numel()]
     pairs = zip((moved - exact).split(sizes), exact.split(sizes), strict=True)
     errors = [float(difference.norm() / wanted.norm()) for difference, wanted in pairs if wanted.any()]
-    return max(errors) if all(map(math.isfinite, errors)) else math.inf
+    return max(errors, default=0.0) if all(map(math.isfinite, errors)) else math.inf
 
 
 def _compiled_displacement(trial: Trial, measured: Measurement) -> Tensor | None:
