@@ -71,11 +71,12 @@ def test_it_is_part_of_the_compiled_step_and_of_the_report() -> None:
 def test_it_runs_where_nothing_is_compensated() -> None:
     backend = CollageBackend(passes=inserted(Halve(), before="analyze"))
 
-    def step(m: Tensor, g: Tensor) -> None:
-        m.copy_(g)
+    def step(m: Tensor, wide: Tensor) -> None:
+        wide.copy_(m)
+        m.fill_(4.0)
 
-    m, g = (torch.full((3,), value, dtype=torch.bfloat16) for value in (1.0, 4.0))
-    torch.compile(step, backend=backend)(m, g)
+    m = torch.ones(3, dtype=torch.bfloat16)
+    torch.compile(step, backend=backend)(m, torch.zeros(3))
     assert not any(row.compensated for row in backend.report().tensors)
     assert m.tolist() == [2.0] * 3
     (graph,) = backend.report().graphs

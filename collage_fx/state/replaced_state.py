@@ -34,7 +34,7 @@ from collage_fx.state.error_terms import hand_over, move_into, record_memory, re
 from collage_fx.state.optimizers import parameter_names
 from collage_fx.state.packed import is_packed, plain_class, stride_of
 from collage_fx.state.written import WriteDetector
-from collage_fx.torch_compat import local_tensor, real_tensors, sharding_of
+from collage_fx.torch_compat import has_storage, is_wrapper, local_tensor, real_tensors, sharding_of
 
 
 class _Slot(NamedTuple):
@@ -70,7 +70,7 @@ class _Held:
         }
         low = ((slot.name, slot.value) for slot in self.slots if isinstance(slot.value, Parameter))
         # Another optimizer's step may give a parameter its error terms.
-        parameters = [each for each in low if is_low_precision(each[1].dtype)]
+        parameters = [each for each in low if is_low_precision(each[1].dtype) and _has_memory(each[1])]
         named = ((slot.name, slot.value) for slot in self.slots if slot.name)
         state = [each for each in named if _is_plain_state(each[1])]
         self._parameters = {id(parameter) for _, parameter in parameters}
@@ -110,6 +110,12 @@ def _is_plain_state(value: Tensor) -> bool:
     """Return whether a tensor is unpacked low-precision state."""
     is_state = not isinstance(value, Parameter) and is_low_precision(value.dtype)
     return is_state and not is_packed(value)
+
+
+def _has_memory(tensor: Tensor) -> bool:
+    """Return whether a tensor, or its shard here, has memory: tensors made of others have none."""
+    piece = local_tensor(tensor)
+    return has_storage(piece) and not is_wrapper(piece)
 
 
 def _slots_of(optimizer: Optimizer) -> Iterator[_Slot]:
