@@ -42,7 +42,7 @@ def test_a_kernel_moves_what_is_held_once(row: gpu_kernels.Row) -> None:
     assert found.launches <= 2 + ("metrics" in row.options) + row.optimizer.startswith("RMSprop")
     assert found.calls == 0
     assert found.moved == pytest.approx(found.held, abs=0.01)  # but for scales of blocks, a byte for each 32
-    # docs/gpu.md lists 8 bytes for the 128 registers of sm_100 in this row, whose steps are measured now and then.
+    # docs/gpu.md lists 8 bytes for sm_100 in this row.
     known = {"sm_100": 8} if (row.optimizer, row.words) == ("AdamW", "light, block8, measured") else {}
     assert all(code.spilled <= known.get(target, 0) for target, code in found.code.items())
     if "native" not in row.options.values():  # whose products in two parts are made of fma

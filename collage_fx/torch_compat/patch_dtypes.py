@@ -100,7 +100,7 @@ def _with_ends_of_one_dtype(call_function: Callable[..., None]) -> Callable[...,
 
 def _is_lerp_of_lists(function: Any) -> bool:
     """Return whether a function that Dynamo traces is ``torch._foreach_lerp_``."""
-    return getattr(function, "value", None) is torch._foreach_lerp_
+    return getattr(getattr(function, "value", None), "__name__", "") == "_foreach_lerp_"
 
 
 def _is_below_half(weight: Any) -> bool:

@@ -337,7 +337,9 @@ def test_a_checkpoint_that_is_loaded_into_another_dtype_is_left_as_it_is() -> No
     optimizer = torch.optim.RMSprop([torch.nn.Parameter(p.detach().half()) for p in params], alpha=0.999)
     step = compiled(optimizer)
     set_gradients(params_of(optimizer))
-    told = warned(lambda: optimizer.load_state_dict(saved), step)  # of state at the load, of weights at the step
+    told = warned(
+        lambda: optimizer.load_state_dict(saved), step
+    )  # of state at the load, of weights at the step
     assert ["holds error terms of other values than" in each for each in told] == [True] * 2
     for i, entries in before.items():
         changed = [key for key, value in entries.items() if not torch.equal(value, saved["state"][i][key])]
@@ -880,10 +882,13 @@ def test_a_process_without_collage_fx_can_use_the_checkpoint(tmp_path: Path) -> 
     compiled(again)
     # The keys have survived there, and are understood here.
     told = warned(
-        lambda: again.load_state_dict(written["optimizer"]), lambda: [error_terms(p) for p in params_of(again)]
+        lambda: again.load_state_dict(written["optimizer"]),
+        lambda: [error_terms(p) for p in params_of(again)],
     )
     assert all("holds error terms of other values than" in each for each in told)
-    slots = [[f"param_groups[0].params[{i}].{slot}" for i in range(2)] for slot in ("square_avg", "parameter")]
+    slots = [
+        [f"param_groups[0].params[{i}].{slot}" for i in range(2)] for slot in ("square_avg", "parameter")
+    ]
     assert [*map(tensors_in, told)] == [(each, 0) for each in slots]
     assert all(error_terms(p) for p in params_of(again))
 
