@@ -129,6 +129,7 @@ def test_paths_that_lead_nowhere() -> None:
         importlib.import_module("collage_fx.optim.no_such_package")
     with pytest.raises(AttributeError, match="not a class of optimizers"):
         importlib.import_module("collage_fx.optim.torch.nn").Linear  # noqa: B018
+    assert optim.AdamW is optim.of("torch.optim.AdamW"), "though optim.torch is a module of ours now"
     with pytest.raises(AttributeError):
         optim.AdamV  # type: ignore[attr-defined]  # noqa: B018
 

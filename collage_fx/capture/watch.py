@@ -54,8 +54,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
-from types import CodeType
-from typing import Any, ClassVar
+from types import CodeType, FunctionType
+from typing import Any, ClassVar, cast
 from weakref import WeakKeyDictionary, WeakSet
 
 import torch
@@ -429,7 +429,21 @@ def _compilation_key(subject: Optimizer | CodeType, code: CodeType) -> tuple[Cod
 
 def _subjects(code: CodeType, variables: Mapping[str, Any]) -> list[Optimizer | CodeType]:
     """Return the subjects to count a function's compilations for: its optimizers, or else its code."""
-    return list(optimizers_among(variables).values()) or [code]
+    return list(optimizers_among(variables).values()) or [_wrapped_code(code, variables)]
+
+
+def _wrapped_code(code: CodeType, variables: Mapping[str, Any]) -> CodeType:
+    """Return the code of the function that a decorator's wrapper calls, or else the code itself.
+
+    All functions that a decorator wraps have one code, that of its wrapper. Dynamo compiles functions that a
+    file of torch defines, such as those of ``torch.no_grad``, in a wrapper of its own.
+    """
+    if code.co_flags & inspect.CO_VARARGS and code.co_flags & inspect.CO_VARKEYWORDS:
+        closed_over = [variables.get(name) for name in code.co_freevars]
+        functions = [each for each in closed_over if isinstance(each, FunctionType)]
+        if len(functions) == 1:
+            return cast(FunctionType, inspect.unwrap(functions[0])).__code__
+    return code
 
 
 #: Advice for trainers, whose step runs the model as a closure.
@@ -441,10 +455,11 @@ _IN_A_TRAINER = (
 
 def _too_many(subject: Optimizer | CodeType, code: CodeType) -> CollageError:
     """Make the error for a function that is compiled too often."""
+    named = subject if isinstance(subject, CodeType) else code
     of = f"of {type(subject).__name__} " if isinstance(subject, Optimizer) else ""
     return RecompileLimitError(
         f"this function {of}has been compiled {_done(subject, code)} times, and would have to be once more",
-        where=f"{code.co_name} ({code.co_filename}:{code.co_firstlineno})",
+        where=f"{named.co_name} ({named.co_filename}:{named.co_firstlineno})",
         remedy="find out what changes with TORCH_LOGS=recompiles. A number can be a tensor, "
         "torch.tensor(...). If the compilations are worth their time, raise "
         f"torch._dynamo.config.recompile_limit{_IN_A_TRAINER if isinstance(subject, CodeType) else ''}",

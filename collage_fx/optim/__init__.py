@@ -30,6 +30,8 @@ from collage_fx.optim.import_paths import add_finder
 from collage_fx.torch_compat import ORIGINAL
 
 _made: dict[type[Optimizer], type[Optimizer]] = {}
+#: An import of ``collage_fx.optim.torch`` makes the name torch in this module another module.
+_torch_optim = torch.optim
 
 
 def of(optimizer: str | type[Optimizer]) -> type[Optimizer]:
@@ -72,7 +74,7 @@ def _subclass(cls: type[Optimizer]) -> type[Optimizer]:
 
     # Tools that read configurations look here for what the class takes.
     __init__.__signature__ = _with_options(inspect.signature(original))  # type: ignore[attr-defined]
-    is_torchs = getattr(torch.optim, cls.__name__, None) is cls
+    is_torchs = getattr(_torch_optim, cls.__name__, None) is cls
     attributes = {
         "__init__": __init__,
         "__doc__": f"``{cls.__module__}.{cls.__qualname__}``, installed when it is made: see :func:`of`.",
@@ -127,7 +129,7 @@ def _in_module(module: str, name: str) -> type[Optimizer]:
 
 def __getattr__(name: str) -> Any:
     if not name.startswith("_"):
-        if hasattr(torch.optim, name):
+        if hasattr(_torch_optim, name):
             return _in_module("torch.optim", name)
         if importlib.util.find_spec(name) is not None:
             return importlib.import_module(f"{__name__}.{name}")

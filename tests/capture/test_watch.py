@@ -565,6 +565,28 @@ def test_a_function_without_an_optimizer_is_refused_at_the_limit() -> None:
         assert "has been compiled 3 times" in told
 
 
+def test_the_limit_is_each_decorated_functions_own() -> None:
+    """Functions that one decorator wraps have the code of its wrapper, whichever they are."""
+
+    @torch.no_grad()
+    def average(into: Tensor, weight: Tensor) -> None:
+        into.lerp_(weight, 0.5)
+
+    @torch.no_grad()
+    def follow(into: Tensor, weight: Tensor) -> None:
+        into.mul_(0.5).add_(weight, alpha=0.5)
+
+    with torch._dynamo.config.patch(recompile_limit=3), functions_compiled_as_often_as_steps():
+        for function in (average, follow):
+            step: Callable[..., Any] = torch.compile(function, backend=CollageBackend(), dynamic=False)
+            for length in (3, 4, 5):
+                step(torch.zeros(length).bfloat16(), torch.ones(length).bfloat16())
+        with pytest.raises(RecompileLimitError, match="has been compiled 3 times") as met:
+            step(torch.zeros(6).bfloat16(), torch.ones(6).bfloat16())
+    assert "where: follow" in str(met.value)
+    assert __file__ in str(met.value)
+
+
 def test_the_limit_is_each_optimizers_own() -> None:
     """Dynamo counts the compilations of a function, whichever optimizer they were for."""
     with torch._dynamo.config.patch(recompile_limit=2):
