@@ -13,6 +13,7 @@ import math
 import time
 from collections.abc import Callable, Collection, Hashable, Sequence
 from dataclasses import replace
+from functools import cached_property
 from typing import Any, cast
 from weakref import WeakKeyDictionary
 
@@ -561,7 +562,7 @@ class Compilation:
         """
         if self.recorded or self.options.strategy == "none":
             return frozenset()
-        held, stores = storages_of_adopted(), copies_to_inputs(gm.graph)
+        stores = copies_to_inputs(gm.graph)
         found = set()
         for position, node in enumerate(placeholders(gm.graph)):
             info = infos[repetition.copies[position][0]]
@@ -571,9 +572,14 @@ class Compilation:
             if tensor is not None and node not in stores and is_low_precision_tensor(node):
                 piece = local_tensor(tensor)
                 is_parameter = isinstance(tensor, torch.nn.Parameter)
-                if is_parameter or (has_storage(piece) and storage_of(piece) in held):
+                if is_parameter or (has_storage(piece) and storage_of(piece) in self._storages_of_adopted):
                     found.add(position)
         return frozenset(found)
+
+    @cached_property
+    def _storages_of_adopted(self) -> set[int]:
+        """The storages of the parameters and states of all adopted optimizers, which takes long with many."""
+        return storages_of_adopted()
 
     # -- Refused, rewritten, lowered, reported
 
@@ -690,11 +696,14 @@ class Compilation:
         if program.strategy == "none" or self.recorded:
             return
         graph, inputs = program.gm.graph, placeholders(program.gm.graph)
+        of_inputs = {storage_of(value) for node in inputs if (value := tensor_value(node)) is not None}
+        low = filter(is_low_precision_tensor, graph.output_node().all_input_nodes)
+        left = [node for node in low if storage_of(node.meta["val"]) not in of_inputs]
+        if not left:
+            return
         read_whole = program.already_compensated | program.may_get_terms
         values = values_of_weights(graph, {node for i, node in enumerate(inputs) if i in read_whole})
-        of_inputs = {storage_of(value) for node in inputs if (value := tensor_value(node)) is not None}
-        left = values.intersection(filter(is_low_precision_tensor, graph.output_node().all_input_nodes))
-        lost = next((node for node in left if storage_of(node.meta["val"]) not in of_inputs), None)
+        lost = next(filter(values.__contains__, left), None)
         if lost is None:
             return
         what = "a value computed from parameters leaves a compiled part of the step in memory that it shares"

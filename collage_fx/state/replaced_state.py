@@ -26,6 +26,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 from torch.optim import Optimizer
+from torch.utils.weak import TensorWeakRef
 
 from collage_fx.numerics import ErrorFormat, is_low_precision
 from collage_fx.state.changed import note_write
@@ -73,7 +74,6 @@ class _Held:
         parameters = [each for each in low if is_low_precision(each[1].dtype) and _has_memory(each[1])]
         named = ((slot.name, slot.value) for slot in self.slots if slot.name)
         state = [each for each in named if _is_plain_state(each[1])]
-        self._parameters = {id(parameter) for _, parameter in parameters}
         self.written = WriteDetector(parameters, state, type(optimizer).__name__)
         self._entries = list(optimizer.state.values())
         looked_at = [slot for slot in self.slots if type(slot.container) is not type(optimizer.state)]
@@ -92,10 +92,6 @@ class _Held:
             )
         except (KeyError, IndexError):
             return False
-
-    def has_one_of(self, tensors: set[int]) -> bool:
-        """Return whether a parameter is among tensors, which are given by ``id``."""
-        return not tensors.isdisjoint(self._parameters)
 
     def is_free_of_others(self, optimizer: Optimizer) -> bool:
         """Return whether the program has released the dictionaries and lists that it has replaced."""
@@ -155,14 +151,24 @@ def _slots_within(name: str, container: Any) -> Iterator[_Slot]:
 _held: WeakKeyDictionary[Optimizer, _Held] = WeakKeyDictionary()
 
 
+class _Parameters:
+    """Parameters in all snapshots.
+
+    Attributes:
+        version: object that is replaced when a snapshot has other parameters than the one before.
+    """
+
+    version = object()
+
+
 def note_held(optimizer: Optimizer) -> None:
     """Take a snapshot of the values that an optimizer holds now."""
     before = _held.pop(optimizer, None)
     written = None if before is None else before.written
     del before  # its references would be counted
     _held[optimizer] = held = _Held(optimizer)
-    if written is not None:
-        held.written.take_over(written)
+    if written is None or not held.written.take_over(written):
+        _Parameters.version = object()
 
 
 def note_step(optimizer: Optimizer) -> None:
@@ -189,18 +195,29 @@ def noting_steps(
         updated: tensors that it updates. If another optimizer holds one, its parameters are checked before
             the step, and noted after it.
     """
-    references, written = [*map(weakref.ref, optimizers)], {*map(id, updated)}
+    references, written = [*map(weakref.ref, optimizers)], [*map(TensorWeakRef, updated)]
+    others: list[weakref.ref[Optimizer]] = []
+    version: object = None
 
     def noting(*arguments: Any) -> Any:
-        stepped = [each for reference in references if (each := reference()) is not None]
-        others = [each for each in list(_held) if each not in stepped and _held[each].has_one_of(written)]
-        for other in others:
-            _settle_written(other, is_in_place=False)
+        nonlocal others, version
+        if written and version is not _Parameters.version:
+            living = {id(tensor) for reference in written if (tensor := reference()) is not None}
+            known = {reference() for reference in references}
+            holders = [each for each, held in _held.items() if held.written.has_one_of(living)]
+            others, version = (
+                [weakref.ref(each) for each in holders if each not in known],
+                _Parameters.version,
+            )
+        for reference in others:
+            if (other := reference()) is not None:
+                _settle_written(other, is_in_place=False)
         try:
             return step(*arguments)
         finally:  # a refused step has increased version counters, too
-            for optimizer in (*stepped, *others):
-                note_step(optimizer)
+            for reference in (*references, *others):
+                if (optimizer := reference()) is not None:
+                    note_step(optimizer)
 
     return noting if references or written else step
 

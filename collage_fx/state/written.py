@@ -67,13 +67,18 @@ class WriteDetector:
         self._peek: Peek | None = None
         self._strides: list[tuple[int, ...]] = []
 
-    def take_over(self, other: WriteDetector) -> None:
-        """Take over the knowledge of an earlier detector, as far as it has the same parameters."""
+    def take_over(self, other: WriteDetector) -> bool:
+        """Take over the knowledge of an earlier detector; return whether it had the same parameters."""
         self._is_state_told = other._is_state_told
-        is_of_same = len(self.tensors) == len(other.tensors)
-        if is_of_same and all(map(is_, self.tensors, other.tensors)):
+        is_of_same = len(self.tensors) == len(other.tensors) and all(map(is_, self.tensors, other.tensors))
+        if is_of_same:
             self._copies, self._peek, self._strides = other._copies, other._peek, other._strides
             self._versions, self._elements = other._versions, other._elements
+        return is_of_same
+
+    def has_one_of(self, tensors: set[int]) -> bool:
+        """Return whether a parameter is among living tensors, which are given by ``id``."""
+        return any(id(each) in tensors for each in self.tensors)
 
     def note(self) -> None:
         """Note versions and elements after a step."""

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import copy
+import gc
+import itertools
+import sys
 import warnings
 from collections.abc import Callable, Sequence
+from types import CodeType
 from typing import Any
 
 import pytest
@@ -16,6 +20,7 @@ from torch.optim import Optimizer
 import collage_fx
 from collage_fx import CollageBackend, assign, error_terms, full_value, move_state
 from collage_fx.numerics import ERROR_FORMATS
+from collage_fx.state.written import WriteDetector
 from tests.support.training import (
     Descent,
     LateMomentum,
@@ -494,3 +499,50 @@ def test_other_methods_are_compensated_if_they_are_compiled_and_else_told_of(
         assert tensors_in(told[0]) == (["param_groups[0].params[0].curvature"], 0)
         assert "torch.compile(optimizer.method" in told[0]
         assert error > 1e-3
+
+
+# The time of a step, by Python's count of calls, which is the same on every machine. ----------------------
+
+
+def calls_of(step: Callable[[], Any], code: CodeType | None = None) -> int:
+    """Count the calls in a step; if code is given, the calls of the function that has it."""
+    calls = itertools.count()
+
+    def watch(frame: Any, event: str, argument: Any) -> None:
+        if (event == "call" and code in (None, frame.f_code)) or (event == "c_call" and code is None):
+            next(calls)
+
+    gc.collect()
+    gc.disable()  # a callback of a weak reference would count
+    sys.setprofile(watch)
+    try:
+        step()
+    finally:
+        sys.setprofile(None)
+        gc.enable()
+    return next(calls)
+
+
+def test_a_step_asks_no_other_optimizer() -> None:
+    """Of parameters that the step does not update: with an optimizer for each parameter, that is n * n."""
+
+    def made() -> tuple[list[Parameter], Any]:
+        params = parameters(shapes=[(3,)])
+        run_steps(step := compiled(Descent(params)), params, range(3))
+        return params, step
+
+    others = [made()]
+    params, step = made()
+    set_gradients(params, 3)
+    few = calls_of(step)
+    others += [made() for _ in range(6)]
+    run_steps(step, params, [4])  # finds out which optimizers have its parameters
+    assert calls_of(step) == few
+
+
+def test_a_recorded_step_looks_at_all_parameters_once() -> None:
+    """Not in each of its parts, which are as many as its parameters."""
+    params = parameters(shapes=[(3,)] * 4)
+    optimizer = collage_fx.install(Normed(params))
+    run_steps(optimizer.step, params, range(3))
+    assert calls_of(optimizer.step, WriteDetector.note.__code__) == 1
