@@ -212,14 +212,13 @@ class GraphBreakError(CollageError):
 
     At a line that it cannot capture, such as a branch on the value of a tensor, Dynamo breaks the graph and
     leaves the rest to Python. A step with such a line is recorded, without an error
-    (``docs/limits.md#recorded-steps``), unless torch has not wrapped it, as it does in
-    ``Optimizer.__init__``, or the program compiles a part of the step itself. The function that the message
-    names has not been run; an earlier part of the step may have been.
+    (``docs/limits.md#recorded-steps``), unless ``torch.compile`` was given the step of a class that does not
+    call ``Optimizer.__init__``, or the program compiles a part of the step itself. The function that the
+    message names has not been run; an earlier part of the step may have been.
 
-    What to do: have your class call ``super().__init__(parameters, defaults)``. If a library's class only
-    passes steps on to other optimizers, call ``collage_fx.install(optimizer)`` in the place of
-    ``torch.compile``. If the step calls functions that you compile yourself, install its optimizer, and give
-    these functions no backend of ours. ``TORCH_LOGS=graph_breaks`` says more about the line.
+    What to do: call ``collage_fx.install(optimizer)`` in place of ``torch.compile``, which records such a
+    step. If the step calls functions that you compile yourself, give these functions no backend of ours.
+    ``TORCH_LOGS=graph_breaks`` says more about the line.
     """
 
     code = "CFX010"

@@ -88,7 +88,12 @@ from collage_fx.capture.recording import (
     stop_recording,
     switch,
 )
-from collage_fx.capture.refusals import CALL_INIT, refuse_optimizer, refuse_unknown_torch
+from collage_fx.capture.refusals import (
+    CALL_INIT,
+    refuse_optimizer,
+    refuse_uninitialized,
+    refuse_unknown_torch,
+)
 from collage_fx.capture.thinning import rows_to_trace
 from collage_fx.errors import (
     CollageError,
@@ -525,13 +530,10 @@ def _record_or_refuse(code: CodeType, graph_break: GraphBreak) -> None:
         f"Dynamo cannot capture the step of {type(optimizer).__name__}, and would run a part "
         f"of it eagerly, without error terms: {graph_break.reason}",
         where=graph_break.where,
-        remedy="call collage_fx.install(optimizer) in place of torch.compile, below the line that sets "
-        "optimizer.step: it records such a step"
-        if has_foreign_step(optimizer)
-        else "call collage_fx.install(optimizer), and compile no part of its step"
+        remedy="call collage_fx.install(optimizer), and compile no part of its step"
         if is_recordable(optimizer)
-        else f"{CALL_INIT}, so that its step is recorded; if the class is not yours and only passes steps "
-        "on, call collage_fx.install(optimizer) in the place of torch.compile",
+        else "call collage_fx.install(optimizer) in place of torch.compile, which records such a step"
+        + (", below the line that sets optimizer.step" if has_foreign_step(optimizer) else ""),
     )
     if request.strict:
         forget_new_state(optimizer)
@@ -681,6 +683,7 @@ def _warn_of_wide_parameters(optimizer: Optimizer, backend: Any) -> None:
 def _adopt(optimizer: Optimizer, *, strict: bool) -> None:
     """Make an optimizer save and load error terms; raise, or warn, if loaded entries do not fit."""
     try:
+        refuse_uninitialized(optimizer)  # it may have no state
         adopt(optimizer)
     except CollageError as refusal:
         raise_or_warn(optimizer, refusal, strict=strict)

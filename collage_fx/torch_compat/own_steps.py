@@ -17,7 +17,7 @@ import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from types import MethodType
+from types import FunctionType, MethodType
 from typing import Any, Protocol
 
 import torch
@@ -78,14 +78,25 @@ class OwnStep(Protocol):
 
 
 def note_true_step(optimizer: Optimizer) -> None:
-    """Take note of a step that the program has given the optimizer instance, for :func:`true_step`."""
+    """Take note, for :func:`true_step`, of a step that the program has given the optimizer instance.
+
+    Also of the step of a class that does not call ``Optimizer.__init__``, which puts torch's wrapper around.
+    """
     step = vars(optimizer).get("step")
     if hasattr(step, _GUARDED):
         step = vars(optimizer)["step"] = getattr(step, _GUARDED)
     if not _calls_ours(optimizer, step):
         vars(optimizer).pop(TRUE, None)
-        if (foreign := _foreign_step(optimizer)) is not None:
+        unwrapped = (
+            MethodType(type(optimizer).step, optimizer) if _is_unwrapped(type(optimizer).step) else None
+        )
+        if (foreign := _foreign_step(optimizer) or unwrapped) is not None:
             vars(optimizer)[TRUE] = _with_hooks(optimizer, foreign)
+
+
+def _is_unwrapped(step: Any) -> bool:
+    """Return whether a class's step is a function without torch's wrapper around."""
+    return isinstance(step, FunctionType) and not is_step_wrapper(step.__code__)
 
 
 def has_foreign_step(optimizer: Optimizer) -> bool:
@@ -150,7 +161,7 @@ def _at_lost_step(reference: weakref.ref[Optimizer], _: Any) -> None:
 def _with_hooks(optimizer: Optimizer, step: Any) -> Callable[..., Any]:
     """Return a step of an instance as a function of the optimizer, with torch's wrapper around."""
     is_bound = isinstance(step, MethodType) and step.__self__ is optimizer
-    if is_bound and is_step_wrapper(getattr(step.__func__, "__code__", _NO_CODE)):
+    if is_bound and isinstance(step.__func__, FunctionType) and not _is_unwrapped(step.__func__):
         return step.__func__
 
     # Without the attributes of a compiled function, which torch.compile would stumble over.
@@ -159,9 +170,6 @@ def _with_hooks(optimizer: Optimizer, step: Any) -> Callable[..., Any]:
         return step.__func__(self, *args, **kwargs) if is_bound else step(*args, **kwargs)
 
     return Optimizer.profile_hook_step(function)
-
-
-_NO_CODE = (lambda: None).__code__
 
 
 def set_own_step(optimizer: Optimizer, run: OwnStep) -> None:
@@ -240,7 +248,7 @@ def without_hooks(optimizer: Optimizer) -> Iterator[dict[str, Any]]:
         inside = own.setdefault(_INSIDE, [])
         if not inside:
             own[_KEPT] = {name: own[name] for name in (_PRE, _POST) if name in own}
-            own.update(dict.fromkeys(own[_KEPT], _NO_HOOKS))
+            own |= dict.fromkeys((_PRE, _POST), _NO_HOOKS)
         inside.append(threading.get_ident())
     try:
         yield own[_KEPT]
@@ -248,8 +256,8 @@ def without_hooks(optimizer: Optimizer) -> Iterator[dict[str, Any]]:
         with _lock:
             inside.remove(threading.get_ident())
             if not inside:
-                del own[_INSIDE]
-                own.update(own.pop(_KEPT))
+                del own[_INSIDE], own[_PRE], own[_POST]
+                own |= own.pop(_KEPT)
 
 
 _lock = threading.Lock()

@@ -13,7 +13,7 @@ from torch.optim import SGD, AdamW, Optimizer
 from torch.optim.optimizer import _use_grad_for_differentiable
 
 from collage_fx import CollageBackend, backend_of, error_terms, full_value, install
-from collage_fx.errors import GraphBreakError
+from collage_fx.errors import GraphBreakError, UnsupportedOptimizerError
 from tests.support.refusals import refused
 from tests.support.training import Descent, compiled, errors_beside_float64, parameters, set_gradients
 
@@ -292,8 +292,8 @@ def test_an_exception_in_the_rest_of_a_step_ends_the_recording() -> None:
 class Around(Optimizer):
     """Made without ``Optimizer.__init__``, which would wrap its step."""
 
-    def __init__(self, params: Any) -> None:
-        self.inner = SGD(params, lr=LR)
+    def __init__(self, params: Any, make: Any = SGD) -> None:
+        self.inner = make(params, lr=LR)
         self.param_groups, self.state = self.inner.param_groups, self.inner.state
         self.defaults = self.inner.defaults
 
@@ -305,24 +305,55 @@ class Around(Optimizer):
                 p.mul_(1 - 1e-4)
 
 
-class AroundAsAsked(Around):
-    def __init__(self, params: Any) -> None:
+class AroundSeveral(Around):
+    """An optimizer for each parameter."""
+
+    def __init__(self, params: Any, make: Any = SGD) -> None:
         given = list(params)
-        Optimizer.__init__(self, given, {"lr": LR})
-        super().__init__(given)
+        self.inner = [make([p], lr=LR) for p in given]
+        self.param_groups, self.state, self.defaults = [{"params": given}], {}, {}
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for inner in self.inner:
+            inner.step()
+        for p in self.param_groups[0]["params"]:
+            print(end="")
+            p.mul_(1 - 1e-4)
 
 
-def test_a_step_that_torch_has_not_wrapped_is_refused() -> None:
+@pytest.mark.parametrize("make", [SGD, AdamW, Descent])
+@pytest.mark.parametrize("outer", [Around, AroundSeveral])
+def test_a_step_that_torch_has_not_wrapped_is_recorded_if_it_is_installed(outer: Any, make: Any) -> None:
+    def made(params: Any) -> Optimizer:
+        return outer(params, make)
+
+    _, errors = errors_beside_float64(made, installed, parameters(shapes=SHAPES), steps=4)
+    assert max(errors) < COMPENSATED
+
+
+def test_a_compiled_step_that_torch_has_not_wrapped_is_refused() -> None:
+    """And the remedy is to install it, which the test above does."""
     params = parameters(shapes=SHAPES)
     set_gradients(params)
     with pytest.raises(GraphBreakError) as refusal:
         compiled(Around(params))()
     text = str(refusal.value)
     assert "test_middle_of_a_step.py" in text, "the line of the step"
-    assert "super().__init__(parameters, defaults)" in text
+    assert "call collage_fx.install(optimizer) in place of torch.compile" in text
     assert "change that line" not in text
-    _, errors = errors_beside_float64(AroundAsAsked, compiled, parameters(shapes=SHAPES), steps=4)
-    assert max(errors) < COMPENSATED
+
+
+class WithoutState(Around):
+    def __init__(self, params: Any) -> None:
+        self.inner = SGD(params, lr=LR)
+        self.param_groups = self.inner.param_groups
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_class_without_state_is_refused_by_name(way: Way) -> None:
+    with pytest.raises(UnsupportedOptimizerError, match=r"WithoutState does not call Optimizer.__init__"):
+        way(WithoutState(parameters(shapes=SHAPES)))()
 
 
 @torch.compile(backend=CollageBackend())
