@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -311,7 +312,8 @@ class AroundSeveral(Around):
     def __init__(self, params: Any, make: Any = SGD) -> None:
         given = list(params)
         self.inner = [make([p], lr=LR) for p in given]
-        self.param_groups, self.state, self.defaults = [{"params": given}], {}, {}
+        self.param_groups, self.defaults = [{"params": given}], {}
+        self.state = defaultdict(dict)
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
