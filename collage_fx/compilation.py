@@ -77,6 +77,7 @@ from collage_fx.graph import (
     read_before_overwriting,
     results_to_inputs,
     statement_of,
+    stored,
     tensor_value,
     values_of_weights,
 )
@@ -233,6 +234,8 @@ class Compilation:
         self.tracked: dict[int, torch.Tensor] = {}
         #: Parameters that the step updates.
         self.updated: list[torch.Tensor] = []
+        #: Positions of arguments that may be weights of optimizers not known yet, and are read without terms.
+        self.read_rounded: list[int] = []
         self.budgets: tuple[Budget, ...] = ()
 
     # -- From what Dynamo captured to what it calls
@@ -275,7 +278,8 @@ class Compilation:
     def _noting(self, step: Callable[..., Any], optimizers: Sequence[Optimizer]) -> Callable[..., Any]:
         """Wrap a step so that its writes are known to be its own; a recorded step does so as a whole."""
         updated, self.updated = self.updated, []
-        return step if self.recorded else noting_steps(step, optimizers, updated)
+        step = step if self.recorded else noting_steps(step, optimizers, updated)
+        return _warning_of_terms(step, self.read_rounded, self.subject) if self.read_rounded else step
 
     def _noting_changes(self, step: Callable[..., Any]) -> Callable[..., Any]:
         """Wrap the step of a whole graph so that its writes to tracked tensors are known to be its own."""
@@ -525,6 +529,7 @@ class Compilation:
         That is an update, or a value of weights that leaves the graph.
         """
         updated = copies_to_inputs(gm.graph)
+        self.read_rounded = self._read_rounded(gm, infos, repetition)
         if any(is_low_precision_tensor(node) for node in updated):
             return None
         known = any(_input_has_error_terms(info) or _packed_format(info) is not None for info in infos)
@@ -552,6 +557,22 @@ class Compilation:
             if i in positions or _input_has_error_terms(infos[repetition.copies[i][0]])
         }
         return not values_of_weights(gm.graph, whole).isdisjoint(gm.graph.output_node().all_input_nodes)
+
+    def _read_rounded(self, gm: GraphModule, infos: Sequence[InputInfo], repetition: Repetition) -> list[int]:
+        """Return the positions of arguments that may be detached weights whose values outlive the graph."""
+        if self.recorded or self.options.strategy == "none":
+            return []
+        stores, known = copies_to_inputs(gm.graph), self._may_get_terms(gm, infos, repetition)
+        unknown = {}
+        for position, node in enumerate(placeholders(gm.graph)):
+            tensors = [infos[index].tensor for index in repetition.copies[position]]
+            if is_low_precision_tensor(node) and node not in stores and position not in known:
+                unknown[node] = {id(each) for each in tensors} - self.known.keys()
+        kept = {*map(stored, stores.values()), *gm.graph.output_node().all_input_nodes}
+        if not unknown or kept.isdisjoint(values_of_weights(gm.graph, unknown) | unknown.keys()):
+            return []
+        read = set().union(*unknown.values())
+        return [i for i, argument in enumerate(self.arguments) if id(argument) in read]
 
     def _may_get_terms(
         self, gm: GraphModule, infos: Sequence[InputInfo], repetition: Repetition
@@ -989,6 +1010,28 @@ def _with_memory(step: Callable[[list[Any]], Any]) -> Callable[[list[Any]], Any]
         return step(arguments)
 
     return boxed_call(run)
+
+
+def _warning_of_terms(step: Callable[..., Any], positions: Sequence[int], subject: str) -> Callable[..., Any]:
+    """Wrap code that reads arguments without error terms: warn, once, if they have some by now."""
+    is_told = False
+
+    def warning(*arguments: Any) -> Any:
+        nonlocal is_told
+        if not is_told and any(has_error_terms(arguments[i]) for i in positions):
+            is_told = True
+            warn(
+                UncompensatedParameterError(
+                    "it was compiled before the optimizer of the detached parameters that it is given, and "
+                    "reads these without their error terms",
+                    where=subject,
+                    remedy="call collage_fx.install(optimizer), or torch.compile, before the first call of "
+                    "this function; or call torch.compiler.reset() once, so that all is compiled anew",
+                )
+            )
+        return step(*arguments)
+
+    return warning
 
 
 def _in_float32(decay: float) -> float:

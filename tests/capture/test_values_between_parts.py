@@ -18,6 +18,7 @@ from torch.optim import SGD, AdamW, Optimizer
 from collage_fx import CollageBackend, full_value, install
 from collage_fx.errors import UncompensatedParameterError
 from tests.support.training import Descent, parameters, set_gradients
+from tests.support.warned import warned
 
 Parameters = list[torch.nn.Parameter]
 Step = Callable[[], Any]
@@ -387,6 +388,51 @@ def test_a_forward_pass_is_left_to_inductor() -> None:
     with torch.no_grad():
         run(torch.ones(4, 8, dtype=torch.bfloat16))
     assert ["lowered by Inductor as it is" in each.note for each in backend.report().graphs] == [True]
+
+
+DETACHED: dict[str, Callable[[Tensor], Tensor]] = {
+    "detach": lambda p: p.detach(),
+    "data": lambda p: p.data,
+    "view": lambda p: p.detach().view(p.shape),
+}
+
+
+@pytest.mark.parametrize("detached", DETACHED)
+@pytest.mark.parametrize("kind", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("is_average", [True, False], ids=["average", "copy"])
+def test_a_function_that_reads_detached_weights_too_early_says_so(
+    detached: str, kind: torch.dtype, is_average: bool
+) -> None:
+    """Their optimizer is installed afterwards. And the remedy is right."""
+    torch._dynamo.reset()
+    params = parameters(shapes=SHAPES)
+    kept = [p.detach().to(kind).clone() for p in params]
+
+    @torch.compile(backend=CollageBackend())
+    def keep(kept: list[Tensor], weights: list[Tensor]) -> None:
+        for each, weight in zip(kept, weights, strict=True):
+            each.lerp_(weight.to(each.dtype), 0.5) if is_average else each.copy_(weight)
+
+    def run() -> None:
+        with torch.no_grad():
+            keep(kept, [DETACHED[detached](p) for p in params])
+
+    def step() -> None:
+        set_gradients(params)
+        optimizer.step()
+
+    assert warned(run) == []
+    optimizer = install(Descent(params, lr=LR))
+    (text,) = warned(step, run, run)
+    assert "torch.compiler.reset()" in text
+    torch.compiler.reset()
+    before, wholes = [full_value(each) for each in kept], [full_value(p) for p in params]
+    for _ in range(STEPS):
+        assert warned(step, run) == []
+        wholes = [full_value(p) for p in params]
+        before = [old.lerp(p, 0.5) if is_average else p for old, p in zip(before, wholes, strict=True)]
+    for each, meant, start in zip(kept, before, parameters(shapes=SHAPES), strict=True):
+        assert float((full_value(each) - meant).norm() / (meant - start).norm()) < ALLOWED
 
 
 # 16-bit values on the way to a float32 state. ---------------------------------------------------------------
