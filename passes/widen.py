@@ -10,8 +10,9 @@ A product of matrices keeps its operands and its result in the storage format, a
 rounds by 2**-9 of itself, which is little beside an update (the iterations of Muon). For state without
 a bound (Note [State without a bound] in ``graph/matrices.py``) it may be much: the roundings of an
 ill-conditioned inverse root are larger than its product with a gradient. So products are computed in float32
-if such state is
-made of them, or computed from them, and if they read such state or values computed from it.
+if such state is made of them, or computed from them, and if they read such state or values computed from it.
+A product of a parameter that ends in a float32 tensor is computed in float32, too: from step to step, the
+parameter moves by less than such a rounding.
 """
 
 from __future__ import annotations
@@ -27,11 +28,14 @@ from collage_fx.graph import (
     Role,
     StepProgram,
     addends_of,
+    copies_to_inputs,
+    is_float32_tensor,
     is_low_precision_tensor,
     is_matrix_product,
     operands_of,
     reached,
     readers_of,
+    stored,
 )
 from collage_fx.passes.base import Pass
 
@@ -73,4 +77,17 @@ def _products_of_state(program: StepProgram) -> set[Node]:
             found |= addends_of(state)
             if state.recurrence.kind is Kind.OVERWRITE:
                 found |= reached([state.stored], operands_of)
+    weights = [each.placeholder for each in program.reads if each.info.role is Role.PARAMETER]
+    are_weights = (
+        each for each in program.states if each.info.role is Role.PARAMETER or each.is_weight_sized
+    )
+    weights += [each.placeholder for each in are_weights]
+    found |= reached(weights, readers_of) & reached(_float32_results(program), operands_of)
     return (found | reached(sources, readers_of)) & products
+
+
+def _float32_results(program: StepProgram) -> list[Node]:
+    """Return the float32 values that the graph stores or returns."""
+    graph = program.gm.graph
+    kept = [*map(stored, copies_to_inputs(graph).values()), *graph.output_node().all_input_nodes]
+    return list(filter(is_float32_tensor, kept))

@@ -449,15 +449,30 @@ class KeepsStatistics(Descent):
             state["squares"] = (p * p).sum(-1).to(wide)
             state["scaled"] = (p * 1.01).to(wide)
             state["centred"] = (p - p.mean(-1, keepdim=True)).to(wide)
+            state["product"] = (p @ p.t()).to(wide)
+            state["sum of products"] = torch.addmm(p @ p.t(), p, p.t(), beta=2).to(wide)
+            state["of a matrix and a vector"] = torch.mv(p, p[0]).to(wide)
+            state["batch"] = torch.einsum(
+                "bij,bkj->bik", p.view(2, -1, p.shape[1]), p.view(2, -1, p.shape[1])
+            ).to(wide)
         super().step()
 
 
-@pytest.mark.parametrize("way", ["stance", "disabled", "compiled"])
-def test_float32_state_is_computed_from_unrounded_values(way: str) -> None:
+class KeepsStatisticsAndBranches(KeepsStatistics):
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        if self.param_groups[0]["params"][0].norm() > 0:
+            super().step()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("way", ["stance", "disabled", "compiled", "recorded"])
+def test_float32_state_is_computed_from_unrounded_values(way: str, dtype: torch.dtype) -> None:
     torch._dynamo.reset()
-    (low,) = parameters(shapes=[(16, 8)])
+    (low,) = parameters(shapes=[(16, 8)], dtype=dtype)
     exact = torch.nn.Parameter(low.detach().double())
-    ours, reference = install(KeepsStatistics([low], lr=LR)), KeepsStatistics([exact], lr=LR)
+    kind = KeepsStatisticsAndBranches if way == "recorded" else KeepsStatistics
+    ours, reference = install(kind([low], lr=LR)), kind([exact], lr=LR)
     first: dict[str, Tensor] = {}
     for seed in range(STEPS):
         set_gradients([low], seed)
