@@ -565,9 +565,10 @@ class Compilation:
         stores, known = copies_to_inputs(gm.graph), self._may_get_terms(gm, infos, repetition)
         unknown = {}
         for position, node in enumerate(placeholders(gm.graph)):
-            tensors = [infos[index].tensor for index in repetition.copies[position]]
-            if is_low_precision_tensor(node) and node not in stores and position not in known:
-                unknown[node] = {id(each) for each in tensors} - self.known.keys()
+            members = [infos[index] for index in repetition.copies[position]]
+            is_read = is_low_precision_tensor(node) and node not in stores and position not in known
+            if is_read and not _input_has_error_terms(members[0]):
+                unknown[node] = {id(each.tensor) for each in members} - self.known.keys()
         kept = {*map(stored, stores.values()), *gm.graph.output_node().all_input_nodes}
         if not unknown or kept.isdisjoint(values_of_weights(gm.graph, unknown) | unknown.keys()):
             return []

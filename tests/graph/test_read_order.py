@@ -105,7 +105,7 @@ def values(optimizer: Moving) -> list[Tensor]:
     return [full_value(each) for each in (*params, *state, *optimizer.left)]
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64], ids=str)
 @pytest.mark.parametrize("way", ["install", "compile", "recorded"])
 @pytest.mark.parametrize("seed", range(2))
 def test_a_step_leaves_what_eager_torch_leaves(seed: int, way: str, dtype: torch.dtype) -> None:
