@@ -473,7 +473,7 @@ def _hash(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> str:
     for name in sorted(tensors):
         data = tensors[name].detach().cpu().contiguous()
         digest.update(repr((name, data.dtype, data.shape)).encode())
-        digest.update(memoryview(data.reshape(-1).view(torch.uint8).numpy()))
+        digest.update(data.reshape(-1).view(torch.uint8).numpy().data)
     return digest.hexdigest()
 
 
