@@ -36,7 +36,7 @@ from typing_extensions import Unpack
 
 from collage_fx.capture import expect_some_gradients, stand_in_for
 from collage_fx.errors import GradientReleaseError, InvalidOptionError, UnsupportedOptimizerError
-from collage_fx.install import CompiledStep, InstallOptions, inner_optimizers, install
+from collage_fx.install import CompiledStep, InstallOptions, inner_optimizers, join
 from collage_fx.options import refuse_unless
 from collage_fx.runtime import STAND_INS
 from collage_fx.state import clone_of, parameter_names
@@ -97,7 +97,8 @@ def step_in_backward(
         scaler: the ``GradScaler`` that scales the loss; the program goes on to call ``scaler.step`` and
             ``scaler.update``, but not ``scaler.unscale_``. A part of a step whose gradients are not all
             finite is skipped; parts before it have been stepped, where ``scaler.step`` would skip all.
-        options: options of :func:`collage_fx.install`.
+        options: options of :func:`collage_fx.install`; an optimizer that is installed keeps its own, and is
+            not to be asked for others here.
 
     Returns:
         a handle: ``release.remove()`` lets the optimizer step after the backward pass again.
@@ -110,8 +111,7 @@ def step_in_backward(
     refuse_options(accumulate, clip)
     _refuse_flat(model)
     refuse_joint(chosen, where="step_in_backward")
-    if options or not isinstance(own_step(chosen), CompiledStep):
-        install(chosen, **options)
+    join(chosen, options)
     names = {id(p): name for name, p in model.named_parameters()}
     release = GradientRelease(chosen, names, accumulate, bucket_bytes, max_norm, clip, scaler)
     if any(isinstance(each, DistributedDataParallel) for each in model.modules()):
@@ -135,6 +135,13 @@ def sole_optimizer(optimizer: Any, *, where: str) -> Optimizer:
             remedy="call it for each of them",
         )
     return inner[0]
+
+
+def remove_release(optimizer: Optimizer) -> None:
+    """Make an optimizer step after the backward pass, if it does not."""
+    step = own_step(optimizer)
+    if isinstance(step, CompiledStep) and step.release is not None:
+        step.release.remove()
 
 
 def refuse_options(accumulate: Any, clip: Any) -> None:
@@ -185,10 +192,9 @@ class GradientRelease:
         self._parts: list[_Part] = []
         self._lock = threading.RLock()
         self._is_first = True
+        remove_release(optimizer)
         step = own_step(optimizer)
         assert isinstance(step, CompiledStep)
-        if step.release is not None:
-            step.release.remove()
         step.release, self._compiled = self, step
         self._takes_stand_ins = expect_some_gradients(optimizer, step.backend)
         self._stand_ins: dict[int, Tensor] = {}

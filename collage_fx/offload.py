@@ -35,9 +35,10 @@ from collage_fx.gradient_release import (
     GradientRelease,
     refuse_joint,
     refuse_options,
+    remove_release,
     sole_optimizer,
 )
-from collage_fx.install import InstallOptions, install
+from collage_fx.install import InstallOptions, install, kept_backend
 from collage_fx.state import parameter_names, set_host_twin
 from collage_fx.torch_compat import gradient_dtype, sharding_of, version_of
 
@@ -66,7 +67,8 @@ def offload(
         max_norm: largest norm of the gradients.
         clip: kind of clipping.
         scaler: the ``GradScaler`` that scales the loss.
-        options: options of :func:`collage_fx.install`, such as ``bytes_per_parameter=8``.
+        options: options of :func:`collage_fx.install`, such as ``bytes_per_parameter=8``; an optimizer that
+            is installed keeps its own, and is not to be asked for others here.
 
     Returns:
         a handle: ``release.remove()`` moves everything back to the device.
@@ -86,6 +88,8 @@ def offload(
                 "install the optimizer",
             )
     refuse_joint(chosen, where="offload")
+    if kept := kept_backend(chosen, options):
+        options = {"backend": kept}
     return Offload(chosen, accumulate, bucket_bytes, max_norm, clip, scaler, options)
 
 
@@ -173,6 +177,7 @@ class Offload(GradientRelease):
         options: InstallOptions | None = None,
         connect: Callable[[torch.device], Link] = link_to,
     ) -> None:
+        remove_release(optimizer)  # twins of twins would not be where gradients come
         held = [parameter for _, parameter in parameter_names(optimizer)]
         names = [name for name, _ in parameter_names(optimizer)]
         links = {device: connect(device) for device in {p.device for p in held}}

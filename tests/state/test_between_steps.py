@@ -381,7 +381,7 @@ def read_copied(params: Sequence[Tensor], optimizer: Optimizer) -> Tensor:
 
 def read_resumed(params: Sequence[Tensor], optimizer: Optimizer) -> Tensor:
     others = [Parameter(p.detach().clone()) for p in params]
-    resumed = collage_fx.install(type(optimizer)(others))
+    resumed = collage_fx.install(torch.optim.AdamW(others))
     resumed.load_state_dict(copy.deepcopy(optimizer.state_dict()))
     return full_value(others[0])
 
