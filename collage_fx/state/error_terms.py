@@ -42,7 +42,7 @@ from torch.utils.weak import TensorWeakRef, WeakIdKeyDictionary, WeakIdRef, Weak
 from collage_fx.errors import CheckpointMismatchError, ConflictingErrorFormatError, UnsupportedTensorError
 from collage_fx.graph import is_dense
 from collage_fx.numerics import ERROR_FORMATS, AuxiliarySpec, ErrorFormat, format_named, is_low_precision
-from collage_fx.state.host_twins import host_twin
+from collage_fx.state.host_twins import host_twin, update_twin, uploading
 from collage_fx.state.packed import is_packed, move_packed, pack, unpack
 from collage_fx.torch_compat import (
     distributed_like,
@@ -159,6 +159,7 @@ class ErrorTermRecord:
     def settle_written(self) -> None:
         """Drop the error terms of values that the program has overwritten since the last step."""
         if (tensor := self.owner()) is not None and not is_packed(tensor):
+            update_twin(tensor)
             _RECORDS.settle_written(tensor)
 
     def use(self, name: str) -> Sequence[Tensor]:
@@ -754,7 +755,7 @@ def assign(tensor: Tensor, value: Tensor | float) -> None:
     """
     if (twin := host_twin(tensor)) is not tensor:
         assign(twin, value)
-        with torch.no_grad():
+        with uploading(tensor), torch.no_grad():
             tensor.copy_(twin)
         return
     given = torch.as_tensor(value)
