@@ -26,6 +26,7 @@ import math
 import threading
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
+from operator import is_
 from typing import Any, Literal, get_args
 
 import torch
@@ -36,10 +37,10 @@ from typing_extensions import Unpack
 
 from collage_fx.capture import expect_some_gradients, stand_in_for
 from collage_fx.errors import GradientReleaseError, InvalidOptionError, UnsupportedOptimizerError
-from collage_fx.install import CompiledStep, InstallOptions, inner_optimizers, install
+from collage_fx.install import CompiledStep, InstallOptions, inner_optimizers, join
 from collage_fx.options import refuse_unless
 from collage_fx.runtime import STAND_INS
-from collage_fx.state import clone_of, parameter_names
+from collage_fx.state import clone_of
 from collage_fx.torch_compat import local_tensor, own_step, sharding_of, without_hooks
 
 log = logging.getLogger("collage_fx")
@@ -97,7 +98,8 @@ def step_in_backward(
         scaler: the ``GradScaler`` that scales the loss; the program goes on to call ``scaler.step`` and
             ``scaler.update``, but not ``scaler.unscale_``. A part of a step whose gradients are not all
             finite is skipped; parts before it have been stepped, where ``scaler.step`` would skip all.
-        options: options of :func:`collage_fx.install`.
+        options: options of :func:`collage_fx.install`; an optimizer that is installed keeps its own, and is
+            not to be asked for others here.
 
     Returns:
         a handle: ``release.remove()`` lets the optimizer step after the backward pass again.
@@ -110,8 +112,7 @@ def step_in_backward(
     refuse_options(accumulate, clip)
     _refuse_flat(model)
     refuse_joint(chosen, where="step_in_backward")
-    if options or not isinstance(own_step(chosen), CompiledStep):
-        install(chosen, **options)
+    join(chosen, options)
     names = {id(p): name for name, p in model.named_parameters()}
     release = GradientRelease(chosen, names, accumulate, bucket_bytes, max_norm, clip, scaler)
     if any(isinstance(each, DistributedDataParallel) for each in model.modules()):
@@ -135,6 +136,13 @@ def sole_optimizer(optimizer: Any, *, where: str) -> Optimizer:
             remedy="call it for each of them",
         )
     return inner[0]
+
+
+def remove_release(optimizer: Optimizer) -> None:
+    """Make an optimizer step after the backward pass, if it does not."""
+    step = own_step(optimizer)
+    if isinstance(step, CompiledStep) and step.release is not None:
+        step.release.remove()
 
 
 def refuse_options(accumulate: Any, clip: Any) -> None:
@@ -171,13 +179,13 @@ class GradientRelease:
         self.largest = 0
         self._optimizer = optimizer
         self._names = names
-        self._parameters = [p for _, p in parameter_names(optimizer) if p.requires_grad]
+        self._parameters: list[Tensor] = []
         self._accumulate = accumulate
         self._max_norm, self._clip, self._scaler = max_norm, clip, scaler
         self._waiting: list[Tensor] = []
         self._bytes_waiting = 0
-        #: Number of parameters of the last step; in the first, of all.
-        self._expected = len(self._parameters)
+        #: Number of parameters of the last step; None in the first.
+        self._expected: int | None = None
         self._stepped: set[int] = set()
         self._passes: defaultdict[int, int] = defaultdict(int)
         self._norms: list[Tensor] = []
@@ -185,31 +193,56 @@ class GradientRelease:
         self._parts: list[_Part] = []
         self._lock = threading.RLock()
         self._is_first = True
+        remove_release(optimizer)
         step = own_step(optimizer)
         assert isinstance(step, CompiledStep)
-        if step.release is not None:
-            step.release.remove()
         step.release, self._compiled = self, step
-        self._takes_stand_ins = expect_some_gradients(optimizer, step.backend)
         self._stand_ins: dict[int, Tensor] = {}
-        is_cut = any(sharding_of(p) is not None for p in self._parameters)
-        parts = COMPILED_PARTS if is_cut and not self._takes_stand_ins else PARTS
-        total = sum(map(_bytes, self._parameters))
-        self._bucket_bytes = total // parts if bucket_bytes is None else bucket_bytes
+        self._asked_bytes = bucket_bytes
         self._scaled_before = vars(optimizer).get(SCALED)
         if scaler is not None:
             vars(optimizer)[SCALED] = True
-        self._hooks: list[Any] = []
+        self._hooks: dict[int, Any] = {}
+        self._is_watching = False
+        self._ask()
 
     def watch(self) -> None:
         """Note each gradient when it is complete, by hooks of the parameters."""
-        self._hooks = [p.register_post_accumulate_grad_hook(self.take) for p in self._parameters]
+        self._is_watching = True
+        self._follow_hooks()
+
+    def _ask(self) -> None:
+        """Ask the optimizer for its parameters: the program may have thawed, added or replaced some."""
+        groups = self._optimizer.param_groups
+        now = [p for group in groups for p in group["params"] if p.requires_grad or p.grad is not None]
+        if len(now) == len(self._parameters) and all(map(is_, now, self._parameters)):
+            return
+        self._parameters = now
+        self._takes_stand_ins = expect_some_gradients(self._optimizer, self._compiled.backend)
+        is_cut = any(sharding_of(p) is not None for p in now)
+        parts = COMPILED_PARTS if is_cut and not self._takes_stand_ins else PARTS
+        total = sum(map(_bytes, now))
+        self._bucket_bytes = total // parts if self._asked_bytes is None else self._asked_bytes
+        if self._is_watching:
+            self._follow_hooks()
+
+    def _follow_hooks(self) -> None:
+        """Watch the parameters of now, and no others."""
+        now = {id(p): p for p in self._parameters if p.requires_grad}
+        for gone in self._hooks.keys() - now.keys():
+            self._hooks.pop(gone).remove()
+        for new in now.keys() - self._hooks.keys():
+            self._hooks[new] = self._hook(now[new])
+
+    def _hook(self, parameter: Tensor) -> Any:
+        """Watch one parameter; return the handle of its hook."""
+        return parameter.register_post_accumulate_grad_hook(self.take)
 
     def remove(self) -> None:
         """Make the optimizer step after the backward pass again; gradients that wait are kept."""
-        for hook in self._hooks:
+        for hook in self._hooks.values():
             hook.remove()
-        self._hooks = []
+        self._hooks, self._is_watching = {}, False
         if self._scaler is not None:
             vars(self._optimizer)[SCALED] = self._scaled_before
         self._compiled.release = None
@@ -221,6 +254,9 @@ class GradientRelease:
             step: takes a step of the parameters that have a gradient.
         """
         with self._lock:
+            self._ask()
+            if self._common is not None:
+                self._common.refuse_changes()
             left = [p for p in self._parameters if p.grad is not None and id(p) not in self._stepped]
             # Set by GradScaler.step, for a step that divides gradients by the scale itself.
             given = {name: vars(self._optimizer).pop(name) for name in GIVEN if name in vars(self._optimizer)}
@@ -242,6 +278,22 @@ class GradientRelease:
     def take(self, parameter: Tensor) -> None:
         """Take note of a gradient, which may be complete; step when enough of them are."""
         with self._lock:
+            if not self._stepped and not self._waiting:
+                self._ask()
+        if id(parameter) in self._hooks:  # the optimizer still has it
+            self.take_complete(parameter, self.is_last_pass(parameter))
+
+    def is_last_pass(self, parameter: Tensor) -> bool:
+        """Return whether a gradient that has come is complete. It is asked in the program's backward pass."""
+        if callable(self._accumulate):
+            return self._accumulate()
+        with self._lock:
+            self._passes[id(parameter)] += 1
+            return self._passes[id(parameter)] >= self._accumulate
+
+    def take_complete(self, parameter: Tensor, is_complete: bool) -> None:
+        """Take note of a gradient; step when enough of them are complete."""
+        with self._lock:
             if self._is_first:
                 self._refuse_late_wrapper()
                 self._is_first = False
@@ -255,17 +307,12 @@ class GradientRelease:
                     "several gradients, as reentrant checkpoints of tied weights do, use "
                     "checkpoint(..., use_reentrant=False)",
                 )
-            self._passes[id(parameter)] += 1
-            if callable(self._accumulate):
-                is_complete = self._accumulate()
-            else:
-                is_complete = self._passes[id(parameter)] >= self._accumulate
             if not is_complete:
                 return
             self._waiting.append(parameter)
             self._bytes_waiting += 0 if parameter.grad is None else _bytes(parameter.grad)
             self.largest = max(self.largest, self._bytes_waiting)
-            is_last = len(self._stepped) + len(self._waiting) == self._expected
+            is_last = len(self._stepped) + len(self._waiting) == (self._expected or len(self._parameters))
             if is_last or self._bytes_waiting >= self._bucket_bytes:
                 with without_hooks(self._optimizer):
                     self._step(self._waiting, self._compiled.run)
@@ -288,6 +335,7 @@ class GradientRelease:
             STAND_INS.reset(token)
             for parameter, gradient in others:
                 parameter.grad = gradient
+        self._common.note_after()
         for parameter in some.values():
             parameter.grad = None
         self.hand_on(list(some.values()))
@@ -368,13 +416,38 @@ class _CommonValues:
 
     def __init__(self, optimizer: Optimizer) -> None:
         self._holders: list[dict[str, Any]] = [*optimizer.param_groups, vars(optimizer)]
+        self._after: list[dict[str, Any]] = []
         self._before = [
             {key: (each, each.detach().clone() if isinstance(each, Tensor) else each) for key, each in found}
             for found in map(_numbers_in, self._holders)
         ]
 
+    def note_after(self) -> None:
+        """Note the values that the first part of the step has left; the other parts leave the same."""
+        if self._after:
+            self.refuse_changes()
+        self._after = [dict(_numbers_in(group)) for group in self._groups()]
+
+    def _groups(self) -> list[dict[str, Any]]:
+        return self._holders[:-1]
+
+    def refuse_changes(self) -> None:
+        """Raise if the program has changed a number of a group since a part of the step was taken."""
+        for i, (group, after) in enumerate(zip(self._groups(), self._after, strict=False)):
+            for name, value in _numbers_in(group):
+                before = after.get(name)
+                is_same = value is before or (not isinstance(value, Tensor) and value == before)
+                if not is_same:
+                    raise GradientReleaseError(
+                        f"the program has changed {name!r} from {before} to {value} after parameters were "
+                        "stepped in the backward pass",
+                        where=f"param_groups[{i}][{name!r}]",
+                        remedy="change it before backward()",
+                    )
+
     def restore(self) -> None:
         """Set the values from before the step, and remove values that the step has added."""
+        self.refuse_changes()
         for holder, before in zip(self._holders, self._before, strict=True):
             for key, value in _numbers_in(holder):
                 if key not in before:

@@ -21,7 +21,7 @@ import functools
 import inspect
 import logging
 from collections.abc import Callable, Iterator, Mapping
-from types import MethodType
+from types import MappingProxyType, MethodType
 from typing import Any, Protocol, TypeVar, cast, get_args
 
 import torch
@@ -116,7 +116,7 @@ def install(
             others, which are installed then. Or a class of your own, as by a decorator: each of its
             optimizers is installed when it is made.
         backend: a backend for several optimizers, with one report. By default each optimizer has its own,
-            which :func:`backend_of` returns.
+            which :func:`backend_of` returns, and keeps it if it is installed again.
         options: options of :class:`CollageBackend`, such as ``strategy="light"``, for a backend of its own.
 
     Returns:
@@ -139,6 +139,7 @@ def install(
     if isinstance(optimizer, type):
         return cast(Installed, _install_class(optimizer, backend, options))
     chosen = backend or CollageBackend(**options)
+    is_asked = backend is not None or bool(options)
     refuse_unknown_torch()
     stepped = list(inner_optimizers(optimizer))
     for each in stepped:
@@ -147,8 +148,63 @@ def install(
         _refuse_without_step(each)
         refuse_devices(each)
     for each in stepped:
-        _install(each, chosen)
+        _install(each, chosen if is_asked else kept_backend(each) or chosen)
     return optimizer
+
+
+def join(
+    optimizer: Any, given: Mapping[str, object], default: CollageBackend | None = None
+) -> CollageBackend:
+    """Install an optimizer that another part of a program may have installed: what was asked there stays.
+
+    Args:
+        optimizer: argument of :func:`install`.
+        given: what is asked here.
+        default: the backend to install it with, of the options that are asked here; None to make one.
+
+    Returns:
+        the backend that the optimizer has now.
+
+    Raises:
+        InvalidOptionError: it has been installed with another value of what is asked here.
+    """
+    stepped = list(inner_optimizers(optimizer))
+    kept = [kept_backend(each, given) for each in stepped]
+    backend = next(filter(None, kept), default)
+    for each, has in zip(stepped, kept, strict=True):
+        if has is None:
+            options = {"backend": backend} if backend else given
+            backend = backend_of(install(each, **cast(InstallOptions, options)))
+        elif has is not backend_of(each):
+            install(each, backend=has)
+    assert backend is not None
+    return backend
+
+
+def kept_backend(optimizer: Optimizer, given: Mapping[str, object] = MappingProxyType({})) -> Any:
+    """Return the backend of an installed optimizer, or the given one of the same options; None for others.
+
+    Raises:
+        InvalidOptionError: it has been installed with another value of what is given.
+    """
+    if not isinstance(step := own_step(optimizer), CompiledStep):
+        return None
+    backend, has = given.get("backend"), step.backend.options
+    if isinstance(backend, CollageBackend):
+        asked = {name: getattr(backend.options, name) for name in Options.__dataclass_fields__}
+    else:
+        options = CollageBackend(**cast(GivenOptions, given)).options
+        asked = {name: getattr(options, name) for name in given}
+    for name, value in asked.items():
+        if value != getattr(has, name):
+            raise InvalidOptionError(
+                f"{name}={value!r} is asked of an optimizer that has been installed with "
+                f"{name}={getattr(has, name)!r}",
+                where=name,
+                remedy="ask for it in one place; or change it before by "
+                f"collage_fx.install(optimizer, {name}={value!r})",
+            )
+    return backend or step.backend
 
 
 def uninstall(optimizer: Installed) -> Installed:

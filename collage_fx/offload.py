@@ -35,11 +35,12 @@ from collage_fx.gradient_release import (
     GradientRelease,
     refuse_joint,
     refuse_options,
+    remove_release,
     sole_optimizer,
 )
-from collage_fx.install import InstallOptions, install
-from collage_fx.state import parameter_names, set_host_twin
-from collage_fx.torch_compat import gradient_dtype, sharding_of, version_of
+from collage_fx.install import InstallOptions, install, kept_backend
+from collage_fx.state import assign, host_twin, parameter_names, set_host_twin, uploading
+from collage_fx.torch_compat import gradient_dtype, sharding_of
 
 
 def offload(
@@ -66,7 +67,8 @@ def offload(
         max_norm: largest norm of the gradients.
         clip: kind of clipping.
         scaler: the ``GradScaler`` that scales the loss.
-        options: options of :func:`collage_fx.install`, such as ``bytes_per_parameter=8``.
+        options: options of :func:`collage_fx.install`, such as ``bytes_per_parameter=8``; an optimizer that
+            is installed keeps its own, and is not to be asked for others here.
 
     Returns:
         a handle: ``release.remove()`` moves everything back to the device.
@@ -78,15 +80,21 @@ def offload(
     chosen = sole_optimizer(optimizer, where="offload")
     refuse_options(accumulate, clip)
     for name, parameter in parameter_names(chosen):
-        if sharding_of(parameter) is not None:
-            raise UnsupportedTensorError(
-                "a DTensor, which is not offloaded here",
-                where=name,
-                remedy="shard the model with fully_shard(..., offload_policy=CPUOffloadPolicy()), and "
-                "install the optimizer",
-            )
+        _refuse_dtensor(parameter, name)
     refuse_joint(chosen, where="offload")
+    if kept := kept_backend(chosen, options):
+        options = {"backend": kept}
     return Offload(chosen, accumulate, bucket_bytes, max_norm, clip, scaler, options)
+
+
+def _refuse_dtensor(parameter: Tensor, name: str) -> None:
+    if sharding_of(parameter) is not None:
+        raise UnsupportedTensorError(
+            "a DTensor, which is not offloaded here",
+            where=name,
+            remedy="shard the model with fully_shard(..., offload_policy=CPUOffloadPolicy()), and install "
+            "the optimizer",
+        )
 
 
 class Link(Protocol):
@@ -173,38 +181,73 @@ class Offload(GradientRelease):
         options: InstallOptions | None = None,
         connect: Callable[[torch.device], Link] = link_to,
     ) -> None:
-        held = [parameter for _, parameter in parameter_names(optimizer)]
-        names = [name for name, _ in parameter_names(optimizer)]
-        links = {device: connect(device) for device in {p.device for p in held}}
-        self.twins = [(p, _twin_of(p, links[p.device])) for p in held]
-        self._links = {id(twin): links[p.device] for p, twin in self.twins}
+        remove_release(optimizer)  # twins of twins would not be where gradients come
+        self._connect = connect
+        self._link_to: dict[torch.device, Link] = {}
+        named = list(parameter_names(optimizer))
+        self.twins = [(p, self._twin_of(p)) for _, p in named]
         self._device_of = {id(twin): p for p, twin in self.twins}
-        self._versions = {id(twin): version_of(p) for p, twin in self.twins}
         _give_parameters(optimizer, {id(p): twin for p, twin in self.twins})
         for p, twin in self.twins:
             set_host_twin(p, twin)
         install(optimizer, **(options or {}))
-        of_twins = {id(twin): name for name, (_, twin) in zip(names, self.twins, strict=True)}
+        of_twins = {id(twin): name for (name, _), (_, twin) in zip(named, self.twins, strict=True)}
         super().__init__(optimizer, of_twins, accumulate, bucket_bytes, max_norm, clip, scaler)
         self._worker = ThreadPoolExecutor(1, "collage_fx_offload")
         self._jobs: list[Future[None]] = []
         self.watch()
 
-    def watch(self) -> None:
+    def _twin_of(self, parameter: Tensor) -> torch.nn.Parameter:
+        """Return a copy of a parameter in host memory."""
+        link = self._link_to.setdefault(parameter.device, self._connect(parameter.device))
+        with torch.no_grad():
+            made = link.host_like(parameter.detach())
+            made.copy_(parameter)
+        twin = torch.nn.Parameter(made, parameter.requires_grad)
+        if (dtype := gradient_dtype(parameter)) is not parameter.dtype:
+            twin.grad_dtype = dtype
+        return twin
+
+    def _ask(self) -> None:
+        """Give twins to parameters on a device that the optimizer has now, and had not before."""
+        groups = self._optimizer.param_groups
+        for k, group in enumerate(groups):
+            for i, p in enumerate(group["params"]):
+                if id(p) not in self._device_of:
+                    _refuse_dtensor(p, f"param_groups[{k}].params[{i}]")
+                    twin = group["params"][i] = self._twin_of(p)
+                    if p in self._optimizer.state:
+                        self._optimizer.state[twin] = self._optimizer.state.pop(p)
+                    set_host_twin(p, twin)
+                    self.twins.append((p, twin))
+                    self._device_of[id(twin)] = p
+        held = {id(twin) for group in groups for twin in group["params"]}
+        for p, twin in self.twins:
+            if id(twin) not in held:  # the program has taken it from the optimizer
+                set_host_twin(p, None)
+                assign(p, twin)
+                del self._device_of[id(twin)]
+            elif twin.requires_grad != p.requires_grad:
+                twin.requires_grad_(p.requires_grad)
+        self.twins = [each for each in self.twins if id(each[1]) in held]
+        super()._ask()
+
+    def _hook(self, twin: Tensor) -> Any:
         """Note each gradient on the device when it is complete."""
-        self._hooks = [
-            p.register_post_accumulate_grad_hook(lambda p, twin=twin: self.begin(p, twin))
-            for p, twin in self.twins
-            if p.requires_grad
-        ]
+        on_device = self._device_of[id(twin)]
+        return on_device.register_post_accumulate_grad_hook(lambda p: self.begin(p, twin))
 
     def finish(self, step: Callable[[], Any]) -> Any:
         """Wait for the host, step the twins that are left, and make the device wait for their values."""
+        self._ask()
+        for p, twin in self.twins:
+            if p.grad is not None:  # it came before the parameter was the optimizer's
+                self.begin(p, twin)
         jobs, self._jobs = self._jobs, []
         for job in jobs:
             job.result()
         returned = super().finish(step)
-        for link in set(self._links.values()):
+        for link in self._link_to.values():
             link.settle()
         return returned
 
@@ -213,8 +256,8 @@ class Offload(GradientRelease):
         with torch.no_grad():
             for twin in parameters:
                 on_device = self._device_of[id(twin)]
-                self._links[id(twin)].upload(on_device, twin)
-                self._versions[id(twin)] = version_of(on_device)
+                with uploading(on_device):
+                    self._link_to[on_device.device].upload(on_device, twin)
 
     def remove(self) -> None:
         """Move the optimizer back to the device, with its state and error terms."""
@@ -226,22 +269,24 @@ class Offload(GradientRelease):
 
     def begin(self, parameter: Tensor, twin: Tensor) -> None:
         """Copy a gradient to the host, and free it; the thread goes on from there."""
+        if not self._jobs:
+            self._ask()
+        if id(twin) not in self._device_of:  # the program has taken it from the optimizer
+            return
         gradient = parameter.grad
         assert gradient is not None
-        link = self._links[id(twin)]
+        link, is_complete = self._link_to[parameter.device], self.is_last_pass(twin)
+        host_twin(parameter)  # of what the program has written since the last step
         with torch.no_grad():
-            if version_of(parameter) != self._versions[id(twin)]:
-                twin.copy_(parameter)
-                self._versions[id(twin)] = version_of(parameter)
             on_host = link.host_like(gradient)
             wait = link.download(on_host, gradient)
         parameter.grad = None
         for job in self._jobs:
             if job.done():
                 job.result()  # raises what has failed
-        self._jobs.append(self._worker.submit(self._arrive, twin, on_host, wait))
+        self._jobs.append(self._worker.submit(self._arrive, twin, on_host, wait, is_complete))
 
-    def _arrive(self, twin: Tensor, gradient: Tensor, wait: Callable[[], None]) -> None:
+    def _arrive(self, twin: Tensor, gradient: Tensor, wait: Callable[[], None], is_complete: bool) -> None:
         """Give a twin its gradient, in the thread."""
         wait()
         with torch.no_grad():
@@ -249,18 +294,7 @@ class Offload(GradientRelease):
                 twin.grad = gradient
             else:
                 twin.grad.add_(gradient)
-        self.take(twin)
-
-
-def _twin_of(parameter: Tensor, link: Link) -> torch.nn.Parameter:
-    """Return a copy of a parameter in host memory."""
-    with torch.no_grad():
-        made = link.host_like(parameter.detach())
-        made.copy_(parameter)
-    twin = torch.nn.Parameter(made, parameter.requires_grad)
-    if (dtype := gradient_dtype(parameter)) is not parameter.dtype:
-        twin.grad_dtype = dtype
-    return twin
+        self.take_complete(twin, is_complete)
 
 
 def _give_parameters(optimizer: Optimizer, replaced: dict[int, Any]) -> None:

@@ -11,6 +11,7 @@ have their own names, as in TRL's anchors.
 
 from __future__ import annotations
 
+import hashlib
 import math
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -42,8 +43,9 @@ Encoding = Literal["gap_delta", "raw"]
 #: Endings of a sparse tensor's names in a file.
 INDICES, VALUES = ".idx", ".val"
 
-#: Name of the entry of a file's metadata for the shapes of the tensors: ``name=2,3`` in lines.
-SHAPES = "shapes"
+#: Names of entries of a file's metadata: the shapes of the tensors, ``name=2,3`` in lines, and a hash of all
+#: else in the file, which files of earlier versions lack.
+SHAPES, HASH = "shapes", "hash"
 
 
 class WeightPatch(NamedTuple):
@@ -160,6 +162,7 @@ class WeightChanges(Sequence[WeightPatch]):
             "encoding": encoding,
             SHAPES: "\n".join(f"{patch.name}={','.join(map(str, patch.shape))}" for patch in self),
         }
+        metadata[HASH] = _hash(tensors, metadata)
         order = sorted(tensors, key=lambda name: (-tensors[name].dtype.itemsize, name))
         like = {name: tensors[name].to("meta") for name in order}
         write_safetensors(Path(path), like, (tensors[name] for name in order), metadata)
@@ -194,8 +197,9 @@ def changes(model: Module, reader: str = "engine") -> WeightChanges:
     changed by a step: of each element at least one of these steps changed the value, so a value that has
     changed back is included. Whole tensors are given of parameters that something else has written to
     (``load_state_dict``, ``p.mul_()``, a step that is not compensated), of other tensors of the state dict
-    that were written to, and of parameters that are not contiguous. Error terms are no part of it. It takes
-    memory for the patches alone, and 0.125 bytes an element for each reader but the first.
+    that have changed, and of parameters that are not contiguous. Error terms are no part of it. It takes
+    memory for the patches, and 0.125 bytes an element: for the only reader during the call, for others
+    always. After an exception the next call gives these changes, too.
 
     Args:
         model: module whose state dict has the names of the checkpoint. A tensor with several names is given
@@ -206,18 +210,31 @@ def changes(model: Module, reader: str = "engine") -> WeightChanges:
     Not detected: a write through ``p.data`` on a GPU; on a CPU if it leaves a few sampled elements as they
     are (Note [Written between two steps]).
     """
-    found, taken, elements = list[WeightPatch](), dict[int, _Taken](), 0
+    found = _lacking(model, reader)
+    _note_taken(model, reader)
+    return found
+
+
+def _lacking(model: Module, reader: str) -> WeightChanges:
+    """Return the changes that a reader lacks."""
+    found, lacking, elements = list[WeightPatch](), dict[int, _Values](), 0
     note_writes_between_steps()
     with torch.no_grad():
         for name, tensor in _named(model):
             elements += tensor.numel()
             owner = owner_of_changes(tensor)
-            if id(owner) not in taken:
-                taken[id(owner)] = _taken(owner, reader)
-            values, indices = taken[id(owner)]
+            if id(owner) not in lacking:
+                lacking[id(owner)] = _lacking_of(owner, reader)
+            values, indices = lacking[id(owner)]
             if values.numel():
                 found.append(WeightPatch(name, tuple(tensor.shape), tensor.dtype, values, indices))
     return WeightChanges(tuple(sorted(found, key=lambda patch: patch.name)), elements)
+
+
+def _note_taken(model: Module, reader: str) -> None:
+    """Note that a reader has the elements that it lacked."""
+    for _, tensor in _named(model):
+        known_changes(owner_of_changes(tensor)).take(reader)
 
 
 def forget_changes(model: Module, reader: str = "engine") -> None:
@@ -232,7 +249,8 @@ def forget_changes(model: Module, reader: str = "engine") -> None:
         owner = owner_of_changes(tensor)
         known = known_changes(owner)
         known.settle(owner)
-        known.take(reader)
+        known.lacking(reader)
+    _note_taken(model, reader)
 
 
 def save_changes(
@@ -245,8 +263,8 @@ def save_changes(
 
     The first call writes whole tensors, as a full checkpoint does; call :func:`forget_changes` where another
     full checkpoint is written. :func:`load_changes` and :func:`apply_changes` restore the weights from the
-    full checkpoint and all files after it, in their order. After an exception the reader gets whole tensors
-    the next time.
+    full checkpoint and all files after it, in their order. After an exception, of which all processes are
+    told, the next call writes these changes, too.
 
     Args:
         model: as in :func:`changes`. With DTensors all processes must call this; the first writes.
@@ -254,16 +272,22 @@ def save_changes(
         reader: as in :func:`changes`.
         encoding: as in :meth:`WeightChanges.save`.
     """
-    found = changes(model, reader)
+    found = _lacking(model, reader)
+    if is_sharded := any(local_tensor(tensor) is not tensor for _, tensor in _named(model)):
+        found = found.gathered()
+    failure: list[str | None] = [None]
     try:
-        if any(local_tensor(tensor) is not tensor for _, tensor in _named(model)):
-            found = found.gathered()
         if not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0:
             found.save(path, encoding)
-    except BaseException:
-        for _, tensor in _named(model):
-            known_changes(owner_of_changes(tensor)).readers.pop(reader, None)
+    except BaseException as error:
+        failure = [repr(error)]
         raise
+    finally:
+        if is_sharded:
+            torch.distributed.broadcast_object_list(failure)
+    if failure[0] is not None:
+        raise OSError(f"process 0 has not written {os.fspath(path)}: {failure[0]}")
+    _note_taken(model, reader)
     return found
 
 
@@ -271,7 +295,7 @@ def load_changes(path: str | os.PathLike[str]) -> WeightChanges:
     """Read a file of :meth:`WeightChanges.save` or :func:`save_changes`.
 
     Raises:
-        CheckpointMismatchError: the file is not one of these.
+        CheckpointMismatchError: the file is not one of these, or has been damaged.
     """
     file = SafetensorsFile(path)
     try:
@@ -286,9 +310,13 @@ def load_changes(path: str | os.PathLike[str]) -> WeightChanges:
             values, stored = file[name + VALUES], file[name + INDICES]
             indices = _from_gaps(stored, math.prod(shape)) if is_gaps else stored
             patches.append(WeightPatch(name, shape, values.dtype, values, indices))
+        stored_hash = file.metadata.get(HASH)
+        if stored_hash not in (None, _hash({name: file[name] for name in file}, file.metadata)):
+            raise ValueError("its hash is another than that of what it holds")
     except (KeyError, ValueError) as error:
         raise CheckpointMismatchError(
-            f"a file without the entries of changed weights ({type(error).__name__}: {error})",
+            "a damaged file, or one without the entries of changed weights "
+            f"({type(error).__name__}: {error})",
             where=os.fspath(path),
             remedy="give a file that collage_fx.save_changes, or WeightChanges.save, has written",
         ) from error
@@ -304,7 +332,8 @@ def apply_changes(target: Module | Mapping[str, Tensor], patches: Iterable[Weigh
         patches: :class:`WeightChanges`, or some patches.
 
     Raises:
-        CheckpointMismatchError: a name is missing, or a shape or dtype differs. Nothing is written then.
+        CheckpointMismatchError: a name is missing, a shape or dtype differs, or a patch is not what
+            :class:`WeightPatch` describes, as one has been damaged. Nothing is written then.
     """
     held = dict(_named(target)) if isinstance(target, Module) else target
     chosen = list(patches)
@@ -330,9 +359,33 @@ def _refuse_unlike(patch: WeightPatch, held: Mapping[str, Tensor]) -> None:
             where=patch.name,
             remedy="apply them to the model that they were taken from, in the same dtype",
         )
+    if why_not := _why_no_patch(patch):
+        raise CheckpointMismatchError(
+            f"changes with {why_not}",
+            where=patch.name,
+            remedy="take the changes, or write the file, anew: these have been damaged on the way",
+        )
 
 
-class _Taken(NamedTuple):
+def _why_no_patch(patch: WeightPatch) -> str:
+    """Return why a patch is not what :class:`WeightPatch` describes; empty if it is."""
+    values, indices, elements = patch.values, patch.indices, math.prod(patch.shape)
+    if values.dtype is not patch.dtype:
+        return f"values of {values.dtype} where {patch.dtype} is named"
+    if indices is None:
+        return "" if values.numel() == elements else f"{values.numel()} values for {elements} elements"
+    if indices.dtype not in (torch.int32, torch.int64) or indices.dim() != 1 or values.dim() != 1:
+        return f"indices of {indices.dtype} and shape {tuple(indices.shape)}"
+    if len(indices) != len(values):
+        return f"{len(values)} values at {len(indices)} indices"
+    if len(indices) and not bool((indices[1:] > indices[:-1]).all()):
+        return "indices that do not rise"
+    if len(indices) and not (int(indices[0]) >= 0 and int(indices[-1]) < elements):
+        return f"indices from {int(indices[0])} to {int(indices[-1])} for {elements} elements"
+    return ""
+
+
+class _Values(NamedTuple):
     """Values of changed elements, and their indices; no values if nothing has changed."""
 
     values: Tensor
@@ -346,22 +399,22 @@ def _named(model: Module) -> Iterator[tuple[str, Tensor]]:
             yield name, value
 
 
-def _taken(owner: Tensor, reader: str) -> _Taken:
-    """Take the changes of a tensor for a reader."""
+def _lacking_of(owner: Tensor, reader: str) -> _Values:
+    """Return the values of a tensor that a reader lacks."""
     known, piece = known_changes(owner), local_tensor(owner.detach())
     known.settle(owner)
-    bits = known.take(reader)
+    bits = known.lacking(reader)
     is_whole = piece.shape == owner.shape
     if bits is None:
         values = piece.reshape(-1).clone()
         if is_whole:
-            return _Taken(values, None)
+            return _Values(values, None)
         all_of_it = torch.arange(values.numel(), dtype=torch.int64, device=values.device)
-        return _Taken(values, _in_whole(all_of_it, owner, piece))
+        return _Values(values, _in_whole(all_of_it, owner, piece))
     if not bits.numel():
-        return _Taken(piece.new_empty(0), None)
+        return _Values(piece.new_empty(0), None)
     indices, values = taken_elements(bits, piece)
-    return _Taken(values, indices if is_whole else _in_whole(indices, owner, piece))
+    return _Values(values, indices if is_whole else _in_whole(indices, owner, piece))
 
 
 def _in_whole(indices: Tensor, tensor: Tensor, piece: Tensor) -> Tensor:
@@ -412,6 +465,16 @@ def _merged(patches: Sequence[WeightPatch]) -> WeightPatch:
     indices, values = indices[is_first], values[is_first]
     is_whole = indices.numel() == math.prod(patches[0].shape)
     return patches[0]._replace(values=values, indices=None if is_whole else indices)
+
+
+def _hash(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> str:
+    """Compute a hash of names, sizes and bits of tensors, and of metadata."""
+    digest = hashlib.sha256(repr(sorted(item for item in metadata.items() if item[0] != HASH)).encode())
+    for name in sorted(tensors):
+        data = tensors[name].detach().cpu().contiguous()
+        digest.update(repr((name, data.dtype, data.shape)).encode())
+        digest.update(data.reshape(-1).view(torch.uint8).numpy().data)
+    return digest.hexdigest()
 
 
 def _gaps(indices: Tensor) -> Tensor:

@@ -159,7 +159,8 @@ def test_another_object_is_refused_with_a_way_out(wrong: Any, remedy: str) -> No
 def test_it_can_be_installed_again_with_other_options() -> None:
     optimizer = install(adamw(), strategy="light")
     run_steps(optimizer.step, params_of(optimizer), [0])
-    run_steps(install(optimizer).step, params_of(optimizer), [1])
+    assert backend_of(install(optimizer)).options.strategy == "light", "what was asked for stays"
+    run_steps(install(optimizer, strategy="plus").step, params_of(optimizer), [1])
     names = {name for name in everything(optimizer) if ".error." in name}
     assert names == {f"0.{i}.{slot}.error.0" for i in range(2) for slot in ("parameter", "exp_avg_sq")}
     assert backend_of(optimizer).options.strategy == "plus"

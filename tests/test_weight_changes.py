@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import itertools
 import random
 import warnings
 from collections.abc import Callable, Iterator
@@ -19,6 +20,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.nn import Module, Parameter
 from torch.optim import Optimizer
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import collage_fx
 from collage_fx import WeightChanges, WeightPatch, apply_changes, changes, forget_changes
@@ -229,6 +231,11 @@ def stepped_without_tracking(model: Any) -> None:
     model.zero_grad()
 
 
+def one_element_of_no_optimizer(model: Any) -> None:
+    """As a broadcast of another process does: no version is counted, and no sampled element changes."""
+    model.unused.weight.data.view(-1)[37] += 1
+
+
 def of_no_optimizer_through_data(model: Any) -> None:
     model.unused.weight.data.mul_(1.1)
 
@@ -244,6 +251,7 @@ WRITES = (
     loaded,
     assigned,
     of_no_optimizer,
+    one_element_of_no_optimizer,
     of_no_optimizer_through_data,
     stepped_without_tracking,
     evaluated,
@@ -521,6 +529,102 @@ def test_changes_of_another_model_write_nothing(change: str) -> None:
     with pytest.raises(CheckpointMismatchError, match=r"tied\.weight"):
         apply_changes(copy, changes(model))
     assert not any(tensor.any() for tensor in copy.values())
+
+
+class FailsAt(TorchDispatchMode):
+    """The n-th operator fails, as one does when memory runs out."""
+
+    def __init__(self, n: int) -> None:
+        super().__init__()
+        self.left = n
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.left -= 1
+        if self.left == 0:
+            raise MemoryError
+        return func(*args, **(kwargs or {}))
+
+
+def numbers_of_values(found: WeightChanges) -> dict[str, int]:
+    return {patch.name: patch.values.numel() for patch in found.sparse}
+
+
+@pytest.mark.parametrize("call", ["changes", "save_changes"])
+def test_a_call_that_fails_takes_nothing(tmp_path: Path, call: str) -> None:
+    """After an exception at every seventh operator the next call gives what has changed, and no more."""
+    model = Net()
+    step = trained(adamw, model)
+    for reader in ("engine", "another", "third"):
+        forget_changes(model, reader)
+    copy = copied(model)
+    step()
+    expected = numbers_of_values(changes(model, "third"))
+    assert expected
+    fails = 0
+    for n in itertools.count(1, step=7):
+        try:
+            with FailsAt(n):
+                if call == "changes":
+                    found = changes(model)
+                else:
+                    found = collage_fx.save_changes(model, tmp_path / "file", "engine")
+        except MemoryError:
+            fails += 1
+            continue
+        break
+    assert fails > 15
+    apply_changes(copy, found)
+    assert not wrong(model, copy)
+    assert numbers_of_values(found) == numbers_of_values(changes(model, "another")) == expected
+
+
+@pytest.mark.parametrize("encoding", ["gap_delta", "raw"])
+def test_damaged_files_are_refused(tmp_path: Path, encoding: Any) -> None:
+    """One bit has changed, in 200 places that are drawn."""
+    model = Net()
+    step = trained(adamw, model)
+    forget_changes(model)
+    step()
+    path = tmp_path / "file"
+    written = changes(model)
+    written.save(path, encoding)
+    data, draw = path.read_bytes(), random.Random(0)
+    for _ in range(200):
+        damaged = bytearray(data)
+        damaged[draw.randrange(len(data))] ^= 1 << draw.randrange(8)
+        path.write_bytes(damaged)
+        with pytest.raises(CheckpointMismatchError):
+            collage_fx.load_changes(path)
+    path.write_bytes(data)
+    assert len(collage_fx.load_changes(path)) == len(written)
+
+
+@pytest.mark.parametrize(
+    ("indices", "values"),
+    [
+        ([0, 16], 2),
+        ([-1, 3], 2),
+        ([3, 2], 2),
+        ([2, 2], 2),
+        ([1, 2, 3], 2),
+        ([[1, 2]], 2),
+        ([1.0, 2.0], 2),
+        (None, 15),
+        (None, 17),
+    ],
+)
+def test_damaged_patches_write_nothing(indices: Any, values: int) -> None:
+    held = {name: torch.zeros(4, 4).bfloat16() for name in "ab"}
+    right = WeightPatch("a", (4, 4), torch.bfloat16, torch.ones(1).bfloat16(), torch.tensor([3]))
+    at = None if indices is None else torch.tensor(indices)
+    damaged = WeightPatch("b", (4, 4), torch.bfloat16, torch.ones(values).bfloat16(), at)
+    with pytest.raises(CheckpointMismatchError, match=r"where: b\n"):
+        apply_changes(held, [right, damaged])
+    assert not any(tensor.any() for tensor in held.values())
+    other = damaged._replace(values=torch.ones(2), indices=torch.tensor([1, 2]))
+    with pytest.raises(CheckpointMismatchError, match="float32"):
+        apply_changes(held, [right, other])
+    assert not any(tensor.any() for tensor in held.values())
 
 
 # DTensors ---------------------------------------------------------------------------------------------------

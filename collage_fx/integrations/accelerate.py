@@ -10,7 +10,7 @@ from typing_extensions import Unpack
 
 from collage_fx.errors import InvalidOptionError
 from collage_fx.gradient_release import step_in_backward
-from collage_fx.install import InstallOptions, install
+from collage_fx.install import InstallOptions, join
 
 __all__ = ["prepare"]
 
@@ -19,6 +19,8 @@ def prepare(
     accelerator: Any, *objects: Any, in_backward: bool = False, **options: Unpack[InstallOptions]
 ) -> Any:
     """Call ``accelerator.prepare(*objects)`` after installing all optimizers among the objects.
+
+    Optimizers that are installed keep their options, and are not to be asked for others here.
 
     The model must be in bfloat16 or float16. ``save_state`` and ``load_state`` keep the error terms.
 
@@ -34,7 +36,7 @@ def prepare(
     """
     for each in objects:
         if isinstance(each, Optimizer):
-            install(each, **options)
+            join(each, options)
     prepared = accelerator.prepare(*objects)
     if in_backward:
         found = prepared if isinstance(prepared, tuple) else (prepared,)

@@ -9,7 +9,7 @@ from typing_extensions import Unpack
 from collage_fx.backend import CollageBackend
 from collage_fx.errors import InvalidOptionError
 from collage_fx.gradient_release import step_in_backward
-from collage_fx.install import install
+from collage_fx.install import join
 from collage_fx.options import GivenOptions
 
 try:
@@ -29,20 +29,22 @@ class CollageCallback(Callback):  # type: ignore[misc]  # Lightning has no types
     Args:
         in_backward: step in the backward pass, by :func:`collage_fx.step_in_backward`; gradients are then
             clipped to the trainer's ``gradient_clip_val`` by the norm of the step before.
-        options: options of :class:`collage_fx.CollageBackend`, such as ``strategy="light"``.
+        options: options of :class:`collage_fx.CollageBackend`, such as ``strategy="light"``. An optimizer
+            that is installed keeps its own, and is not to be asked for others here.
 
     Attributes:
         backend: the backend, for ``backend.report()``.
     """
 
     def __init__(self, *, in_backward: bool = False, **options: Unpack[GivenOptions]) -> None:
+        self._given = options
         self.backend = CollageBackend(**options)
         self.in_backward = in_backward
 
     def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
         """Install the optimizers after the trainer has created them."""
         for optimizer in trainer.optimizers:
-            install(optimizer, backend=self.backend)
+            self.backend = join(optimizer, self._given, self.backend)
             if self.in_backward:
                 if trainer.gradient_clip_val and trainer.gradient_clip_algorithm == "value":
                     raise InvalidOptionError(

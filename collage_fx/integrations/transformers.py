@@ -10,7 +10,7 @@ from typing_extensions import Unpack
 
 from collage_fx.backend import CollageBackend
 from collage_fx.gradient_release import step_in_backward
-from collage_fx.install import install
+from collage_fx.install import join
 from collage_fx.options import GivenOptions
 
 __all__ = ["CollageCallback"]
@@ -27,13 +27,15 @@ class CollageCallback(TrainerCallback):  # type: ignore[misc]  # its types are n
         in_backward: step in the backward pass, by :func:`collage_fx.step_in_backward`; gradients are then
             clipped to the trainer's ``max_grad_norm`` by the norm of the step before. The norm that the
             trainer logs is of gradients that are gone, so 0.
-        options: options of :class:`collage_fx.CollageBackend`, such as ``strategy="light"``.
+        options: options of :class:`collage_fx.CollageBackend`, such as ``strategy="light"``. An optimizer
+            that is installed keeps its own, and is not to be asked for others here.
 
     Attributes:
         backend: the backend, for ``backend.report()``.
     """
 
     def __init__(self, *, in_backward: bool = False, **options: Unpack[GivenOptions]) -> None:
+        self._given = options
         self.backend = CollageBackend(**options)
         self.in_backward = in_backward
 
@@ -41,7 +43,7 @@ class CollageCallback(TrainerCallback):  # type: ignore[misc]  # its types are n
         self, args: Any, state: Any, control: Any, model: Any = None, optimizer: Any = None, **kwargs: Any
     ) -> None:
         """Install the optimizer after the trainer has created it and loaded its state."""
-        install(optimizer, backend=self.backend)
+        self.backend = join(optimizer, self._given, self.backend)
         if self.in_backward:
             step_in_backward(
                 model,

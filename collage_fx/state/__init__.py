@@ -19,6 +19,7 @@ from collage_fx.state.checkpoint import (
 )
 from collage_fx.state.error_terms import (
     ErrorTermRecord,
+    assign,
     buffers_version,
     change_layout,
     choose_new,
@@ -33,7 +34,7 @@ from collage_fx.state.error_terms import (
     require_format,
     reset_error_terms,
 )
-from collage_fx.state.host_twins import set_host_twin
+from collage_fx.state.host_twins import host_twin, set_host_twin, uploading
 from collage_fx.state.optimizers import (
     KnownTensor,
     bytes_held,

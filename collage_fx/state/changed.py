@@ -11,9 +11,9 @@ gets whole tensors.
 Every other write (``load_state_dict``, ``p.mul_()``, a step that does not track changes) sets no bits. So the
 version counter is read before and after each tracking step: a tensor that something else has written to in
 between has changed as a whole, for all readers. So has a tensor that has other memory. A write through
-``.data`` counts no version; the samples of Note [Written between two steps] show most of these on a CPU, and
-samples of parameters that no step tracks on any device. Nor does a batch norm count what it writes to its
-averages: buffers are compared by a hash of 64 bits.
+``.data`` counts no version; the samples of Note [Written between two steps] show most of these on a CPU. Nor
+does a batch norm count what it writes to its averages, nor a broadcast what it writes to another process's
+parameters: tensors that no step tracks are compared by a hash of 64 bits of all elements.
 
 The bitmap belongs to the object that the error terms belong to, for a DTensor to this process's shard.
 """
@@ -26,7 +26,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import Parameter
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from collage_fx.numerics import words_for
@@ -43,8 +42,7 @@ class ChangedElements:
     Attributes:
         version: version of the tensor up to which ``words`` has all changes.
         address: address of the memory that readers have seen.
-        seen: hash of a buffer, or sampled elements of a parameter that no step tracks, as readers have seen
-            them; None for a parameter that a step tracks.
+        seen: hash of the elements, as readers have seen them; None for a parameter that a step tracks.
         words: bitmap of the elements that tracking steps have changed; empty if no step tracks the tensor.
         readers: for each reader the bitmap of elements that it lacks beside those of ``words``; None = all.
     """
@@ -52,7 +50,7 @@ class ChangedElements:
     version: int
     address: int
     words: Tensor
-    seen: Any
+    seen: int | None
     readers: dict[str, Tensor | None] = field(default_factory=dict)
 
     def note_write(self) -> None:
@@ -61,31 +59,28 @@ class ChangedElements:
 
     def settle(self, tensor: Tensor) -> None:
         """Note the writes, and new memory, since a tracking step or a reader has seen the tensor."""
-        values = None if self.words.numel() else _some_values(tensor)
+        values = None if self.words.numel() else _hash(tensor)
         now = _version(tensor), local_tensor(tensor).data_ptr(), values
         if now != (self.version, self.address, self.seen):
             self.note_write()
             self.version, self.address, self.seen = now
 
-    def take(self, reader: str) -> Tensor | None:
-        """Return the bitmap of elements that a reader lacks, None = all, and note that it has them."""
-        lacks = self.readers.get(reader)
-        self.readers[reader] = torch.zeros_like(self.words[:0])
-        if not self.words.numel():
-            return lacks
-        taken = self.words.clone()
-        for name, others in self.readers.items():
-            if name != reader and others is not None:
-                self.readers[name] = taken.clone() if not others.numel() else others.bitwise_or_(taken)
-        self.words.zero_()
-        if lacks is None:
-            return None
-        return taken.bitwise_or_(lacks) if lacks.numel() else taken
+    def lacking(self, reader: str) -> Tensor | None:
+        """Return the bitmap of elements that a reader lacks; None = all."""
+        if self.words.numel() and self.readers:
+            self.readers = {
+                name: None if lacks is None else self.words | lacks if lacks.numel() else self.words.clone()
+                for name, lacks in self.readers.items()
+            }
+            self.words.zero_()
+        return self.readers.get(reader)
+
+    def take(self, reader: str) -> None:
+        """Note that a reader has the elements of the last :meth:`lacking`."""
+        self.readers[reader] = _NOTHING
 
 
-#: Number of elements that are compared of a parameter that no step tracks.
-SAMPLED = 16
-
+_NOTHING = torch.zeros(0, dtype=torch.int32)
 _KNOWN = WeakTensorKeyDictionary()
 
 
@@ -104,7 +99,7 @@ def known_changes(owner: Tensor) -> ChangedElements:
         piece = local_tensor(owner)
         with real_tensors():
             words = torch.zeros(0, dtype=torch.int32, device=piece.device)
-            values = _some_values(owner)
+            values = _hash(owner)
         _KNOWN[owner] = known = ChangedElements(_version(owner), piece.data_ptr(), words, values)
     return known
 
@@ -153,13 +148,9 @@ class CompensatedWrites:
             known.version = version
 
 
-def _some_values(tensor: Tensor) -> Any:
-    """Return a hash of a buffer's bits, or the bits of some elements of a parameter."""
+def _hash(tensor: Tensor) -> int:
+    """Return a hash of a tensor's bits."""
     piece = local_tensor(tensor).detach()
-    if isinstance(tensor, Parameter):
-        flat = piece.reshape(-1)
-        chosen = flat[:: max(1, flat.numel() // SAMPLED)][:SAMPLED].contiguous()
-        return chosen.view(torch.uint8).tolist()
     if piece.dtype.itemsize > torch.int32.itemsize:
         piece = piece.contiguous().view(-1).view(torch.int32)
     return int(fingerprint(piece, ()))

@@ -395,6 +395,7 @@ def _keyed_auxiliaries(tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[
     """Yield ``(name.format.auxiliary, buffer)`` for tensors that have a record."""
     for name, tensor in tensors:
         if (record := record_of(tensor)) is not None and record.is_current:
+            record.settle_written()
             specs = record.format.auxiliaries(tensor)
             for spec, auxiliary in zip(specs, record.auxiliaries, strict=True):
                 saved = spec.saved(auxiliary)

@@ -20,6 +20,7 @@ from torch.nn import Module
 
 from collage_fx.state.error_terms import ErrorTermRecord, record_of
 from collage_fx.state.fingerprints import fingerprint
+from collage_fx.state.host_twins import update_twin
 from collage_fx.torch_compat import Sharding, local_tensor, real_tensors, sharding_of, wrap_loading_of_modules
 
 log = logging.getLogger("collage_fx")
@@ -73,6 +74,7 @@ class Claims:
                 owner = None if record is None else record.owner()
                 if record is None or owner is None or record.claim is not claim.number:
                     continue  # the tensor is gone, or others have been loaded since
+                update_twin(owner)
                 record.drop_claim()
                 actual = fingerprint(local_tensor(owner), record.auxiliaries)
                 claimed = claim.number.to(actual.device)

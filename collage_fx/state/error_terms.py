@@ -42,7 +42,7 @@ from torch.utils.weak import TensorWeakRef, WeakIdKeyDictionary, WeakIdRef, Weak
 from collage_fx.errors import CheckpointMismatchError, ConflictingErrorFormatError, UnsupportedTensorError
 from collage_fx.graph import is_dense
 from collage_fx.numerics import ERROR_FORMATS, AuxiliarySpec, ErrorFormat, format_named, is_low_precision
-from collage_fx.state.host_twins import host_twin
+from collage_fx.state.host_twins import host_twin, update_twin, uploading
 from collage_fx.state.packed import is_packed, move_packed, pack, unpack
 from collage_fx.torch_compat import (
     distributed_like,
@@ -63,9 +63,11 @@ class _Records:
 
     Attributes:
         version: object that is replaced when a record is dropped or given other buffers.
+        settle_written: function of a tensor that drops its error terms if the program has written to it.
     """
 
     version = object()
+    settle_written: Callable[[Tensor], None]
 
 
 _RECORDS = _Records()
@@ -80,6 +82,11 @@ PART = 1 << 20
 def buffers_version() -> object:
     """Return an object that stays the same as long as all records exist, with the same buffers."""
     return _RECORDS.version
+
+
+def settle_before_reading(settle: Callable[[Tensor], None]) -> None:
+    """Call a function with each tensor whose error terms are about to be read or saved."""
+    _RECORDS.settle_written = settle
 
 
 @dataclass(eq=False)
@@ -140,9 +147,20 @@ class ErrorTermRecord:
             self.accepted = version_of(tensor)
 
     def settle(self) -> None:
+        """Check error terms before they are read: they may be of values that have been overwritten since."""
+        self.settle_claim()
+        self.settle_written()
+
+    def settle_claim(self) -> None:
         """Check loaded error terms against hi, if nobody has checked them since they were loaded."""
         if self._settle is not None:
             self._settle()
+
+    def settle_written(self) -> None:
+        """Drop the error terms of values that the program has overwritten since the last step."""
+        if (tensor := self.owner()) is not None and not is_packed(tensor):
+            update_twin(tensor)
+            _RECORDS.settle_written(tensor)
 
     def use(self, name: str) -> Sequence[Tensor]:
         """Return the buffers for a step, in the order in which the format's ``store`` takes them.
@@ -154,7 +172,7 @@ class ErrorTermRecord:
             UnsupportedTensorError: a packed format cannot hold the values that the tensor has been given.
         """
         self.is_used = True
-        self.settle()
+        self.settle_claim()
         if (owner := self.owner()) is not None:
             _follow(self, local_tensor(owner))
         if not self.format.keeps_hi:
@@ -737,7 +755,7 @@ def assign(tensor: Tensor, value: Tensor | float) -> None:
     """
     if (twin := host_twin(tensor)) is not tensor:
         assign(twin, value)
-        with torch.no_grad():
+        with uploading(tensor), torch.no_grad():
             tensor.copy_(twin)
         return
     given = torch.as_tensor(value)

@@ -1,22 +1,79 @@
-"""Twins in host memory of parameters on a device, whose optimizer works with the twins."""
+"""Twins in host memory of parameters on a device, whose optimizer works with the twins.
+
+A twin has the error terms. Where the program has written to the parameter since both were equal, the twin is
+made equal before anybody reads it, or steps it: the change is then found as any write between two steps is.
+"""
 
 from __future__ import annotations
 
-from torch import Tensor
-from torch.utils.weak import WeakTensorKeyDictionary
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 
-_TWINS = WeakTensorKeyDictionary()
+import torch
+from torch import Tensor
+from torch.utils.weak import TensorWeakRef, WeakTensorKeyDictionary
+
+from collage_fx.torch_compat import version_of
+
+
+@dataclass(eq=False)
+class _Twin:
+    """Twin of a parameter.
+
+    Attributes:
+        tensor: the twin.
+        equal: version and address of the parameter when both were equal.
+    """
+
+    tensor: Tensor
+    equal: tuple[int, int]
+
+
+#: Parameter -> its twin, and twin -> its parameter.
+_TWINS, _PARAMETERS = WeakTensorKeyDictionary(), WeakTensorKeyDictionary()
+#: A thread uploads values while the program may read them.
+_LOCK = threading.RLock()
 
 
 def set_host_twin(tensor: Tensor, twin: Tensor | None) -> None:
     """Note that another tensor, in host memory, has the error terms of a tensor; None: no longer."""
-    if twin is None:
-        _TWINS.pop(tensor, None)
-    else:
-        _TWINS[tensor] = twin
+    if (before := _TWINS.pop(tensor, None)) is not None:
+        _PARAMETERS.pop(before.tensor, None)
+    if twin is not None:
+        _TWINS[tensor], _PARAMETERS[twin] = _Twin(twin, _state_of(tensor)), TensorWeakRef(tensor)
 
 
 def host_twin(tensor: Tensor) -> Tensor:
-    """Return the tensor that has a tensor's error terms: its twin in host memory, or itself."""
-    found: Tensor = _TWINS.get(tensor, tensor)
-    return found
+    """Return the tensor that has a tensor's error terms, up to date: its twin in host memory, or itself."""
+    found: _Twin | None = _TWINS.get(tensor)
+    if found is None:
+        return tensor
+    with _LOCK:
+        if (now := _state_of(tensor)) != found.equal:
+            with torch.no_grad():
+                found.tensor.copy_(tensor)
+            found.equal = now
+    return found.tensor
+
+
+def update_twin(twin: Tensor) -> None:
+    """Make a twin equal to its parameter, if the program has written to that; other tensors are no twins."""
+    reference: TensorWeakRef | None = _PARAMETERS.get(twin)
+    if reference is not None and (parameter := reference()) is not None:
+        host_twin(parameter)
+
+
+@contextmanager
+def uploading(tensor: Tensor) -> Iterator[None]:
+    """Context manager: inside, the value of a twin is copied to its parameter, after which both are equal."""
+    with _LOCK:
+        yield
+        if (found := _TWINS.get(tensor)) is not None:
+            found.equal = _state_of(tensor)
+
+
+def _state_of(tensor: Tensor) -> tuple[int, int]:
+    """Return what shows that the program has written to a tensor, or given it other memory."""
+    return version_of(tensor), tensor.data_ptr()

@@ -31,7 +31,13 @@ from torch.utils.weak import TensorWeakRef
 from collage_fx.numerics import ErrorFormat, is_low_precision
 from collage_fx.state.changed import note_write
 from collage_fx.state.claims import some
-from collage_fx.state.error_terms import hand_over, move_into, record_memory, record_of
+from collage_fx.state.error_terms import (
+    hand_over,
+    move_into,
+    record_memory,
+    record_of,
+    settle_before_reading,
+)
 from collage_fx.state.optimizers import parameter_names
 from collage_fx.state.packed import is_packed, plain_class, stride_of
 from collage_fx.state.written import WriteDetector
@@ -303,6 +309,15 @@ def _settle_written(optimizer: Optimizer, *, is_in_place: bool) -> None:
     _held[optimizer].written.settle(
         lambda tensor: _may_be_of_another(tensor, optimizer), is_in_place=is_in_place
     )
+
+
+def _settle_read(tensor: Tensor) -> None:
+    """Drop a tensor's error terms if the program has written to it since the last step."""
+    for optimizer, held in list(_held.items()):
+        held.written.settle_one(tensor, lambda each: _may_be_of_another(each, optimizer))  # noqa: B023
+
+
+settle_before_reading(_settle_read)
 
 
 def _may_be_of_another(tensor: Tensor, optimizer: Optimizer) -> bool:

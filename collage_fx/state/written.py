@@ -3,10 +3,10 @@
 Note [Written between two steps]
 --------------------------------
 Averages of local SGD, EMA weights that are swapped in, clamps and pruning write to hi and know of no error
-terms. So tensors are checked before the next step: the version counter of each parameter and, as a write
-through ``.data`` does not count, four elements of each on a CPU with a C++ compiler. That takes some 10
-microseconds for 148 parameters. On a GPU the host would have to wait for the elements: there writes through
-``.data`` are not detected.
+terms. So tensors are checked before the next step, and before their error terms are read or saved: the
+version counter of each parameter and, as a write through ``.data`` does not count, four elements of each on a
+CPU with a C++ compiler. That takes some 10 microseconds for 148 parameters. On a GPU the host would have to
+wait for the elements: there writes through ``.data`` are not detected.
 
 The first time, nobody can tell which elements have been written: all of the parameter's error terms become
 zero, half an ulp at most. From then on a copy of that parameter is kept, two bytes an element, and unchanged
@@ -52,6 +52,7 @@ class WriteDetector:
     ) -> None:
         self.names = [name for name, _ in parameters]
         self.tensors = [tensor for _, tensor in parameters]
+        self._positions = {id(tensor): i for i, tensor in enumerate(self.tensors)}
         parts = [state[i::TURNS] for i in range(min(TURNS, len(state)))]
         self._state_names = [[name for name, _ in part] for part in parts]
         # Lists that stay: reference counts tell whether the program holds a tensor.
@@ -96,10 +97,10 @@ class WriteDetector:
 
     def may_have_left(self, tensor: Tensor) -> bool:
         """Return whether the last step may have been the last to write to a tensor; True for state."""
-        for i, (each, version) in enumerate(zip(self.tensors, self._versions, strict=False)):
-            if each is tensor:
-                now = None if self._peek is None else self._peek(self.tensors)
-                return version_of(tensor) == version and self._has_same_elements(i, self._elements, now)
+        i = self._positions.get(id(tensor))
+        if i is not None and self._versions:
+            now = None if self._peek is None else Peek([tensor])([tensor])
+            return version_of(tensor) == self._versions[i] and self._has_same_elements(i, now)
         return any(each is tensor for part in self._state for each in part)
 
     def written(self) -> list[Tensor]:
@@ -108,17 +109,14 @@ class WriteDetector:
             return []
         now = self._peek(self.tensors)
         return [
-            tensor
-            for i, tensor in enumerate(self.tensors)
-            if not self._has_same_elements(i, self._elements, now)
+            tensor for i, tensor in enumerate(self.tensors) if not self._has_same_elements(i, now[_part(i)])
         ]
 
-    def _has_same_elements(self, i: int, before: array[int] | None, now: array[int] | None) -> bool:
+    def _has_same_elements(self, i: int, now: array[int] | None) -> bool:
         """Return whether a parameter's sampled elements are the same; True if its layout has changed."""
-        if before is None or now is None or self.tensors[i].stride() != self._strides[i]:
+        if self._elements is None or now is None or self.tensors[i].stride() != self._strides[i]:
             return True
-        part = slice(PEEKED * i, PEEKED * (i + 1))
-        return before[part] == now[part]
+        return self._elements[_part(i)] == now
 
     def settle(self, is_written_elsewhere: Callable[[Tensor], bool], *, is_in_place: bool) -> None:
         """Drop the error terms of values that are gone; warn once for each parameter.
@@ -135,13 +133,38 @@ class WriteDetector:
         elements = None if self._peek is None else self._peek(self.tensors)
         if not self._versions or (versions == self._versions and elements == self._elements):
             return
+        as_left = [
+            version == before and self._has_same_elements(i, elements and elements[_part(i)])
+            for i, (version, before) in enumerate(zip(versions, self._versions, strict=True))
+        ]
+        self._settle_parameters([i for i, is_same in enumerate(as_left) if not is_same], is_written_elsewhere)
+
+    def settle_one(self, tensor: Tensor, is_written_elsewhere: Callable[[Tensor], bool]) -> None:
+        """Do the same for one parameter, before its error terms are read."""
+        i = self._positions.get(id(tensor))
+        if i is None or not self._versions:
+            return
+        elements = None if self._peek is None else Peek([tensor])([tensor])
+        if version_of(tensor) == self._versions[i] and self._has_same_elements(i, elements):
+            return
+        self._settle_parameters([i], is_written_elsewhere)
+        self._versions[i] = version_of(tensor)
+        if self._elements is not None and elements is not None:
+            self._elements[_part(i)] = elements
+        if i in self._copies:
+            self._copies[i].copy_(local_tensor(tensor.detach()))
+
+    def _settle_parameters(
+        self, written: Sequence[int], is_written_elsewhere: Callable[[Tensor], bool]
+    ) -> None:
+        """Drop the error terms of parameters that have been written to; warn once for each."""
         new = []
-        for i, tensor in enumerate(self.tensors):
+        for i in written:
+            tensor = self.tensors[i]
             record = record_of(tensor)
-            if record is None or record.claim is not None or record.accepted == versions[i]:
+            if record is None or record.claim is not None or record.accepted == version_of(tensor):
                 continue
-            is_same = self._has_same_elements(i, self._elements, elements)
-            if (versions[i] == self._versions[i] and is_same) or is_written_elsewhere(tensor):
+            if is_written_elsewhere(tensor):
                 continue
             note_write(tensor)
             hi = local_tensor(tensor.detach())
@@ -189,6 +212,11 @@ class WriteDetector:
 
 #: Version of a packed tensor, whose version counter is not read, as that would decode it.
 _PACKED = -1
+
+
+def _part(i: int) -> slice:
+    """Return where the sampled elements of the i-th parameter are."""
+    return slice(PEEKED * i, PEEKED * (i + 1))
 
 
 def _versions_of(tensors: Sequence[Tensor]) -> list[int]:

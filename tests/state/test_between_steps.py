@@ -369,6 +369,60 @@ def test_parameters_that_are_written_to_lose_stale_error_terms(
     ).norm() + 1e-2
 
 
+def read_whole(params: Sequence[Tensor], optimizer: Optimizer) -> Tensor:
+    return full_value(params[0])
+
+
+def read_float32(params: Sequence[Tensor], optimizer: Optimizer) -> Tensor:
+    model = torch.nn.ParameterList(params)
+    return next(iter(collage_fx.full_state_dict(model).values())).double()
+
+
+def read_copied(params: Sequence[Tensor], optimizer: Optimizer) -> Tensor:
+    copied = Parameter(torch.zeros_like(params[0]))
+    assign(copied, params[0])
+    return full_value(copied)
+
+
+def read_resumed(params: Sequence[Tensor], optimizer: Optimizer) -> Tensor:
+    others = [Parameter(p.detach().clone()) for p in params]
+    resumed = collage_fx.install(torch.optim.AdamW(others))
+    resumed.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    return full_value(others[0])
+
+
+#: Ways to read a whole value, with an error format each.
+READS: tuple[tuple[Any, Any], ...] = (
+    (read_whole, "exact"),
+    (read_float32, "mcf"),
+    (read_copied, "fp32"),
+    (read_resumed, "byte"),
+)
+
+
+@pytest.mark.parametrize("write", list(PARAMETER_WRITES))
+@pytest.mark.parametrize(("read", "error_format"), READS)
+def test_reads_after_a_write_see_what_was_written(read: Any, error_format: Any, write: str) -> None:
+    """Before the next step has looked at the tensors."""
+    params = parameters(shapes=[(6, 7), (5,)])
+    optimizer = collage_fx.install(torch.optim.AdamW(params), error_format=error_format)
+    run_steps(optimizer.step, params, range(3))
+    assert bool(error_terms(params[0])[0].any())
+    with torch.no_grad():
+        PARAMETER_WRITES[write](params[0])
+    written, found = params[0].detach().double(), list[Tensor]()
+    (told,) = warned(lambda: found.append(read(params, optimizer)))
+    assert tensors_in(told) == (["param_groups[0].params[0]"], 0)
+    assert torch.equal(found[0], written)
+    kept = full_value(params[1])
+    for p in params:
+        p.grad = torch.zeros_like(p)
+    optimizer.param_groups[0].update(lr=0.0)
+    assert warned(optimizer.step) == []
+    assert torch.equal(full_value(params[0]), written)
+    assert torch.equal(full_value(params[1]), kept)
+
+
 @pytest.mark.parametrize("event", ["nothing", "compiled again", "state replaced"])
 def test_what_is_known_of_writes_outlives_a_compilation_and_replaced_state(event: str) -> None:
     """A second write to a parameter is not told of again; elements that it leaves keep their error terms."""
