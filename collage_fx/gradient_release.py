@@ -227,7 +227,7 @@ class GradientRelease:
             self._follow_hooks()
 
     def _follow_hooks(self) -> None:
-        """Watch the parameters of now, and no others."""
+        """Put hooks on all parameters that the optimizer has now; remove the hooks of others."""
         now = {id(p): p for p in self._parameters if p.requires_grad}
         for gone in self._hooks.keys() - now.keys():
             self._hooks.pop(gone).remove()
@@ -235,7 +235,7 @@ class GradientRelease:
             self._hooks[new] = self._hook(now[new])
 
     def _hook(self, parameter: Tensor) -> Any:
-        """Watch one parameter; return the handle of its hook."""
+        """Put a hook on a parameter; return its handle."""
         return parameter.register_post_accumulate_grad_hook(self.take)
 
     def remove(self) -> None:
@@ -424,23 +424,19 @@ class _CommonValues:
 
     def note_after(self) -> None:
         """Note the values that the first part of the step has left; the other parts leave the same."""
-        if self._after:
+        if not self._after:
+            self._after = [_comparable(group) for group in self._holders[:-1]]
+        else:
             self.refuse_changes()
-        self._after = [dict(_numbers_in(group)) for group in self._groups()]
-
-    def _groups(self) -> list[dict[str, Any]]:
-        return self._holders[:-1]
 
     def refuse_changes(self) -> None:
         """Raise if the program has changed a number of a group since a part of the step was taken."""
-        for i, (group, after) in enumerate(zip(self._groups(), self._after, strict=False)):
-            for name, value in _numbers_in(group):
-                before = after.get(name)
-                is_same = value is before or (not isinstance(value, Tensor) and value == before)
-                if not is_same:
+        for i, (group, after) in enumerate(zip(self._holders[:-1], self._after, strict=False)):
+            for name, value in _comparable(group).items():
+                if value != after.get(name, value):
                     raise GradientReleaseError(
-                        f"the program has changed {name!r} from {before} to {value} after parameters were "
-                        "stepped in the backward pass",
+                        f"the program has changed {name!r} from {after[name]} to {value} after parameters "
+                        "were stepped in the backward pass",
                         where=f"param_groups[{i}][{name!r}]",
                         remedy="change it before backward()",
                     )
@@ -458,6 +454,15 @@ class _CommonValues:
                 if isinstance(value, Tensor):
                     with torch.no_grad():
                         value.copy_(copy)
+
+
+def _comparable(group: dict[str, Any]) -> dict[str, Any]:
+    """Return the numbers of a group, and of its tensors on the CPU."""
+    return {
+        name: value.item() if isinstance(value, Tensor) else value
+        for name, value in _numbers_in(group)
+        if not isinstance(value, Tensor) or (value.device.type == "cpu" and value.numel() == 1)
+    }
 
 
 def _numbers_in(holder: dict[str, Any]) -> list[tuple[str, Any]]:

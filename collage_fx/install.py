@@ -155,18 +155,18 @@ def install(
 def join(
     optimizer: Any, given: Mapping[str, object], default: CollageBackend | None = None
 ) -> CollageBackend:
-    """Install an optimizer that another part of a program may have installed: what was asked there stays.
+    """Install an optimizer, unless another part of the program has; options that were given there stay.
 
     Args:
         optimizer: argument of :func:`install`.
-        given: what is asked here.
+        given: options that are asked here.
         default: the backend to install it with, of the options that are asked here; None to make one.
 
     Returns:
         the backend that the optimizer has now.
 
     Raises:
-        InvalidOptionError: it has been installed with another value of what is asked here.
+        InvalidOptionError: the optimizer has been installed with another value of an option.
     """
     stepped = list(inner_optimizers(optimizer))
     kept = [kept_backend(each, given) for each in stepped]
@@ -185,7 +185,7 @@ def kept_backend(optimizer: Optimizer, given: Mapping[str, object] = MappingProx
     """Return the backend of an installed optimizer, or the given one of the same options; None for others.
 
     Raises:
-        InvalidOptionError: it has been installed with another value of what is given.
+        InvalidOptionError: the optimizer has been installed with another value of an option.
     """
     if not isinstance(step := own_step(optimizer), CompiledStep):
         return None

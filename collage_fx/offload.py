@@ -39,7 +39,7 @@ from collage_fx.gradient_release import (
     sole_optimizer,
 )
 from collage_fx.install import InstallOptions, install, kept_backend
-from collage_fx.state import assign, host_twin, parameter_names, set_host_twin, uploading
+from collage_fx.state import hand_over, host_twin, parameter_names, set_host_twin, uploading
 from collage_fx.torch_compat import gradient_dtype, sharding_of
 
 
@@ -225,7 +225,7 @@ class Offload(GradientRelease):
         for p, twin in self.twins:
             if id(twin) not in held:  # the program has taken it from the optimizer
                 set_host_twin(p, None)
-                assign(p, twin)
+                hand_over(twin, p, name="offload")
                 del self._device_of[id(twin)]
             elif twin.requires_grad != p.requires_grad:
                 twin.requires_grad_(p.requires_grad)

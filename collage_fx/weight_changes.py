@@ -368,7 +368,7 @@ def _refuse_unlike(patch: WeightPatch, held: Mapping[str, Tensor]) -> None:
 
 
 def _why_no_patch(patch: WeightPatch) -> str:
-    """Return why a patch is not what :class:`WeightPatch` describes; empty if it is."""
+    """Return why a patch contradicts itself; an empty text if it does not."""
     values, indices, elements = patch.values, patch.indices, math.prod(patch.shape)
     if values.dtype is not patch.dtype:
         return f"values of {values.dtype} where {patch.dtype} is named"

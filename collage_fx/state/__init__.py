@@ -19,13 +19,13 @@ from collage_fx.state.checkpoint import (
 )
 from collage_fx.state.error_terms import (
     ErrorTermRecord,
-    assign,
     buffers_version,
     change_layout,
     choose_new,
     ensure_record,
     float32_value,
     full_value,
+    hand_over,
     has_error_terms,
     note_new,
     packed_format,

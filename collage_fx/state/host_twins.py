@@ -24,11 +24,11 @@ class _Twin:
 
     Attributes:
         tensor: the twin.
-        equal: version and address of the parameter when both were equal.
+        equal_at: version and address of the parameter when both were equal.
     """
 
     tensor: Tensor
-    equal: tuple[int, int]
+    equal_at: tuple[int, int]
 
 
 #: Parameter -> its twin, and twin -> its parameter.
@@ -51,10 +51,10 @@ def host_twin(tensor: Tensor) -> Tensor:
     if found is None:
         return tensor
     with _LOCK:
-        if (now := _state_of(tensor)) != found.equal:
+        if (now := _state_of(tensor)) != found.equal_at:
             with torch.no_grad():
                 found.tensor.copy_(tensor)
-            found.equal = now
+            found.equal_at = now
     return found.tensor
 
 
@@ -71,9 +71,9 @@ def uploading(tensor: Tensor) -> Iterator[None]:
     with _LOCK:
         yield
         if (found := _TWINS.get(tensor)) is not None:
-            found.equal = _state_of(tensor)
+            found.equal_at = _state_of(tensor)
 
 
 def _state_of(tensor: Tensor) -> tuple[int, int]:
-    """Return what shows that the program has written to a tensor, or given it other memory."""
+    """Return two numbers of which one changes when the program writes to a tensor, or moves it."""
     return version_of(tensor), tensor.data_ptr()

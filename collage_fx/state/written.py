@@ -140,7 +140,7 @@ class WriteDetector:
         self._settle_parameters([i for i, is_same in enumerate(as_left) if not is_same], is_written_elsewhere)
 
     def settle_one(self, tensor: Tensor, is_written_elsewhere: Callable[[Tensor], bool]) -> None:
-        """Do the same for one parameter, before its error terms are read."""
+        """Drop the error terms of a parameter if it has been written to, before they are read."""
         i = self._positions.get(id(tensor))
         if i is None or not self._versions:
             return
