@@ -15,7 +15,7 @@ graph was traced is checked before each call.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -49,19 +49,12 @@ class Compiled:
     takes_sizes: bool
     holds: Callable[[Sequence[Any]], bool] | None
 
-    def changed_in(self, numbers: Sequence[float]) -> set[int]:
-        """Return the positions of numbers that differ from the constants; NaN equals NaN."""
-        return {
-            i
-            for i, constant in self.constants.items()
-            if numbers[i] != constant and not (math.isnan(numbers[i]) and math.isnan(constant))
-        }
-
     def fits(self, function: RecordedFunction) -> bool:
         """Return whether the code computes a function."""
         numbers = function.numbers
-        if self.changed_in(numbers):
-            return False
+        for i, constant in self.constants.items():
+            if numbers[i] != constant and not (math.isnan(numbers[i]) and math.isnan(constant)):
+                return False
         if self.holds is None:
             return True
         return self.holds([*function.tensors, *(numbers[i] for i in self.inputs), *self._sizes(function)])
@@ -79,25 +72,20 @@ class Compiled:
 
 
 def compiled_for(
-    function: RecordedFunction, compile_graph: CompileGraph, last: Compiled | None, *, takes_sizes: bool
+    function: RecordedFunction, compile_graph: CompileGraph, changed: Collection[int], *, takes_sizes: bool
 ) -> Compiled:
     """Compile a function, and with it all functions that differ in the same numbers.
 
     Args:
         function: the function.
         compile_graph: compiles its graph.
-        last: code of the last function of the same form; None if there is none. Numbers that differ from its
-            constants become inputs.
+        changed: positions of the numbers that have been seen to change, which become inputs.
         takes_sizes: whether the code is to take any sizes.
     """
     numbers = function.numbers
-    changed: set[int] = set()
     burned_in: frozenset[int] = frozenset()
-    if last is not None:
-        changed = {*last.inputs, *last.changed_in(numbers)}
-        burned_in = last.burned_in
     while True:
-        inputs = tuple(i for i in sorted(changed - burned_in) if math.isfinite(numbers[i]))
+        inputs = tuple(i for i in sorted({*changed} - burned_in) if math.isfinite(numbers[i]))
         scope = SymbolicScope()
         values = [*(numbers[i] for i in inputs), *(function.sizes if takes_sizes else ())]
         try:

@@ -120,6 +120,7 @@ from collage_fx.state.error_terms import (
     ensure_record,
     has_error_terms,
     memory_of_records,
+    note_new,
     packed_tensor,
     record_of,
     reset_error_terms,
@@ -171,8 +172,9 @@ _compiled: WeakSet[Optimizer] = WeakSet()
 _eager_steps: WeakKeyDictionary[Optimizer, int] = WeakKeyDictionary()
 _loads: WeakKeyDictionary[Optimizer, int] = WeakKeyDictionary()
 
-#: Name of a value that copies take along -> (function that returns it, function that restores it).
-_carried_along: dict[str, tuple[Callable[[Optimizer], Any], Callable[[Optimizer, Any], object]]] = {}
+#: Name of a value that copies take along -> (function that returns it, function that restores it, whether
+#: state dicts hold it).
+_carried_along: dict[str, tuple[Callable[[Optimizer], Any], Callable[[Optimizer, Any], object], bool]] = {}
 
 StateDict = dict[str, Any]
 
@@ -195,12 +197,14 @@ class _Load(NamedTuple):
         saved: error terms in it.
         kept: which of its state has another dtype than its parameter.
         live: dtypes of the optimizer's state before the load.
+        given: the state dict, with our keys.
     """
 
     plain: StateDict
     saved: Saved
     kept: Kept
     live: Mapping[Owner, torch.dtype]
+    given: Mapping[str, Any]
 
 
 #: Optimizer that is being loaded -> contents of the state dict, between torch's two hooks. An entry of a load
@@ -296,7 +300,11 @@ def times_loaded(optimizer: Optimizer) -> int:
 
 
 def carry_along(
-    name: str, value: Callable[[Optimizer], Any], restore: Callable[[Optimizer, Any], object]
+    name: str,
+    value: Callable[[Optimizer], Any],
+    restore: Callable[[Optimizer, Any], object],
+    *,
+    in_files: bool = False,
 ) -> None:
     """Register a value, not in an optimizer's state, that its copies and pickles take along.
 
@@ -304,8 +312,9 @@ def carry_along(
         name: name of the value in pickles.
         value: returns the value, None if there is none.
         restore: called with the copy and the value, once the copy has its state and error terms.
+        in_files: whether state dicts hold the value, too.
     """
-    _carried_along[name] = value, restore
+    _carried_along[name] = value, restore, in_files
 
 
 def _after_save(optimizer: Optimizer, saved: StateDict) -> StateDict | None:
@@ -337,7 +346,8 @@ def _save_by_own(optimizer: Optimizer, method: Callable[..., Any], *args: Any, *
         or any(format_name == KEPT for format_name, _ in auxiliaries)
         for (format_name, auxiliary), tensor in auxiliaries.items()
     }
-    return {**made, SHARED: table} if table else made
+    along = _along(optimizer, in_files=True)
+    return {**made, **({SHARED: table} if table else {}), **along} if table or along else made
 
 
 def _is_torchs_layout(state_dict: Mapping[str, Any]) -> bool:
@@ -366,7 +376,8 @@ def _with_entries(optimizer: Optimizer, saved: StateDict) -> StateDict:
             # A new dictionary: the one in ``saved`` is the optimizer's own.
             state[key] = {**_as_dictionary(state.get(key)), **entries}
     shared = dict(_keyed_auxiliaries(_shared(optimizer)))
-    return {**saved, "state": state, **({SHARED: shared} if shared else {})}
+    along = _along(optimizer, in_files=True)
+    return {**saved, "state": state, **({SHARED: shared} if shared else {}), **along}
 
 
 def _as_dictionary(entry: Any) -> StateDict:
@@ -464,9 +475,25 @@ def _carried(optimizer: Optimizer) -> StateDict:
         and record.is_current
     ]
     pickled += [PickledWider(*each) for each in _still_wider(optimizer)]
-    along = {name: value(optimizer) for name, (value, _) in _carried_along.items()}
-    ours = {SHARED: pickled or None, **along}
-    return {key: value for key, value in ours.items() if value is not None}
+    return {**({SHARED: pickled} if pickled else {}), **_along(optimizer)}
+
+
+def _along(optimizer: Optimizer, *, in_files: bool = False) -> StateDict:
+    """Return the values of :func:`carry_along`: all by name, or those in state dicts, under our keys."""
+    prefix = PREFIX if in_files else ""
+    found = {
+        prefix + name: value(optimizer)
+        for name, (value, _, is_in_files) in _carried_along.items()
+        if is_in_files or not in_files
+    }
+    return {key: value for key, value in found.items() if value is not None}
+
+
+def _give_along(optimizer: Optimizer, along: Mapping[str, Any], prefix: str = "") -> None:
+    """Restore the values of :func:`carry_along` that are among others."""
+    for name, (_, restore, _) in _carried_along.items():
+        if (value := along.get(prefix + name)) is not None:
+            restore(optimizer, value)
 
 
 def _as_saved(tensor: Tensor, record: ErrorTermRecord) -> tuple[Tensor, ...]:
@@ -517,9 +544,7 @@ def _give(optimizer: Optimizer, along: StateDict) -> None:
         record.replace_contents([spec.loaded(saved) for spec, saved in pairs])
         if each.claim is not None:
             claims.add(known[id(each.tensor)].name, record, each.claim)
-    for name, (_, restore) in _carried_along.items():
-        if (value := along.get(name)) is not None:
-            restore(optimizer, value)
+    _give_along(optimizer, along)
 
 
 def _before_load(optimizer: Optimizer, given: StateDict) -> StateDict | None:
@@ -545,7 +570,7 @@ def _read(optimizer: Optimizer, given: Mapping[str, Any], *, may_rename: bool = 
         _refuse_mismatches(optimizer, plain, saved, kept, may_rename=may_rename)
         _refuse_damaged(plain, saved)
     live = {owner: tensor.dtype for owner, _, tensor in _held(optimizer, plain)}
-    return _Load(plain, saved, kept, live)
+    return _Load(plain, saved, kept, live, given)
 
 
 def _keys_in(state_dict: StateDict) -> list[Any]:
@@ -560,6 +585,7 @@ def _after_load(optimizer: Optimizer) -> None:
     _loads[optimizer] = times_loaded(optimizer) + 1
     if (loading := _loading.pop(optimizer, None)) is not None:
         _restore(optimizer, loading)
+        _give_along(optimizer, loading.given, PREFIX)
     adopt(optimizer)
 
 
@@ -574,7 +600,7 @@ def _load_by_own(optimizer: Optimizer, method: Callable[..., Any], *args: Any, *
         load = _read(optimizer, given, may_rename=True)
     else:
         table = _of_table(given.get(SHARED, {}))
-        load = _Load({key: value for key, value in given.items() if key != SHARED}, {}, {}, {})
+        load = _Load(_without_ours(given), {}, {}, {}, given)
     _own_loads.append(own := _OwnLoad(optimizer, load.plain, load.saved, load.kept))
     bound.arguments[name] = load.plain
     _loading.pop(optimizer, None)
@@ -587,6 +613,7 @@ def _load_by_own(optimizer: Optimizer, method: Callable[..., Any], *args: Any, *
     elif own.saved or own.kept:  # the class has not called torch's load
         _loading[optimizer] = load._replace(saved=own.saved, kept=own.kept)
     _after_load(optimizer)
+    _give_along(optimizer, given, PREFIX)
     return result
 
 
@@ -740,13 +767,13 @@ def _take_up(optimizer: Optimizer) -> bool:
     _refuse_mismatches(optimizer, plain, saved, kept)
     for parameter in of_ours:
         entries = optimizer.state[parameter]
-        for key in [key for key in entries if key != WHOLE and str(key).startswith(PREFIX)]:
+        for key in [key for key in entries if key != WHOLE and _is_ours(key)]:
             del entries[key]
         if WHOLE in entries:
             optimizer.state[parameter] = entries[WHOLE]
         elif not entries:
             del optimizer.state[parameter]
-    _restore(optimizer, _Load(plain, saved, kept, {}))
+    _restore(optimizer, _Load(plain, saved, kept, {}, {}))
     if lost:
         warnings.warn(
             f"collage_fx: a checkpoint was loaded into {type(optimizer).__name__} before its step was given "
@@ -760,6 +787,23 @@ def _take_up(optimizer: Optimizer) -> bool:
 def _contents(optimizer: Optimizer) -> StateDict:
     """Return an optimizer's state and groups in the form of a state dict."""
     return {"state": optimizer.state, "param_groups": optimizer.param_groups}
+
+
+def _new_names(optimizer: Optimizer) -> list[str] | None:
+    """Return the names of the tensors of which no step has chosen yet whether they keep their error terms."""
+    known = known_tensors({"self": optimizer}).values()
+    records = ((each.name, record_of(each.tensor)) for each in known)
+    return [name for name, record in records if record is not None and record.is_new] or None
+
+
+def _note_new(optimizer: Optimizer, names: Sequence[str]) -> None:
+    """Let the next step choose for tensors whether they keep their error terms."""
+    for each in known_tensors({"self": optimizer}).values():
+        if each.name in names:
+            note_new(each.tensor)
+
+
+carry_along("new", _new_names, _note_new, in_files=True)
 
 
 def _note_left_out(optimizer: Optimizer) -> None:
@@ -804,15 +848,24 @@ def _separated(state_dict: StateDict) -> tuple[StateDict, Saved]:
         if not isinstance(entries, dict):
             plain[key] = entries
             continue
-        ours = {name: value for name, value in entries.items() if str(name).startswith(PREFIX)}
+        ours = {name: value for name, value in entries.items() if _is_ours(name)}
         rest = {name: value for name, value in entries.items() if name not in ours}
         if WHOLE in ours:
             plain[key] = ours.pop(WHOLE)
         elif rest or not ours:
             plain[key] = rest
         saved |= _by_owner(key, {name.removeprefix(PREFIX): value for name, value in ours.items()})
-    rest = {name: value for name, value in state_dict.items() if name != SHARED}
-    return {**rest, "state": plain}, saved
+    return {**_without_ours(state_dict), "state": plain}, saved
+
+
+def _without_ours(values: Mapping[Any, Any]) -> StateDict:
+    """Return the values that are not under a key of ours."""
+    return {key: value for key, value in values.items() if key != SHARED and not _is_ours(key)}
+
+
+def _is_ours(key: Any) -> bool:
+    """Return whether a key begins with our prefix."""
+    return str(key).startswith(PREFIX)
 
 
 def _by_owner(parameter: Any, keyed: Mapping[str, Tensor]) -> Saved:
@@ -1267,7 +1320,7 @@ def note_eager_step(optimizer: Optimizer) -> None:
 def _holds_ours(optimizer: Optimizer) -> bool:
     """Return whether an optimizer's state has keys of ours."""
     entries = (each for each in optimizer.state.values() if isinstance(each, dict))
-    return any(str(key).startswith(PREFIX) for each in entries for key in each)
+    return any(_is_ours(key) for each in entries for key in each)
 
 
 def _still_wider(optimizer: Optimizer) -> Iterator[tuple[str, Tensor, Tensor]]:
