@@ -11,8 +11,7 @@ import io
 import math
 import random
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -113,7 +112,6 @@ class InAList(Recorded):
 CASES = [
     *((Averaging, NUMBERS[name], stop) for name in NUMBERS for stop in (2, 3)),
     *((InPlace, number, stop) for number in WEIGHTS.values() for stop in (2, 3)),
-    (InPlace, lambda t: 0.1, 1),
     *((Recorded, number, stop) for number in WEIGHTS.values() for stop in (1, 3)),
     *((kind, WEIGHTS["cosine"], 2) for kind in (LoadsByItself, InAList)),
 ]
@@ -171,8 +169,7 @@ BRANCHES = ("before", "within")
 BESIDES = ("nothing", "temporary", "burned in", "twin", "late")
 
 
-@dataclass(frozen=True)
-class Rule:
+class Rule(NamedTuple):
     """Update of a parameter, drawn at random."""
 
     weight: str
@@ -196,16 +193,15 @@ class Drawn(Optimizer):
         for i, rule in enumerate(rules):
             for scale in (1.0, 0.75) if rule.besides in ("twin", "late") else (1.0,):
                 p = torch.nn.Parameter(torch.randn(3 + i, 4, generator=generator).bfloat16())
-                groups.append({"params": [p], "rule": i, "scale": scale})
+                groups.append({"params": [p], "rule": tuple(rule), "scale": scale})
         super().__init__(groups, {"t": 0})
-        self.rules = rules
 
     def take(self, first: int, last: int) -> None:
         for seed in range(first, last):
             params = [p for group in self.param_groups for p in group["params"]]
             set_gradients(params, seed)
             for group, p in zip(self.param_groups, params, strict=True):
-                if seed < 3 and group["scale"] < 1 and self.rules[group["rule"]].besides == "late":
+                if seed < 3 and group["scale"] < 1 and Rule(*group["rule"]).besides == "late":
                     p.grad = None
             self.step()
 
@@ -213,10 +209,9 @@ class Drawn(Optimizer):
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         for group in self.param_groups:
             group["t"] += 1
-            rule = self.rules[group["rule"]]
             for p in group["params"]:
                 if p.grad is not None:
-                    self.update(p, p.grad, rule, group["t"], group["scale"])
+                    self.update(p, p.grad, Rule(*group["rule"]), group["t"], group["scale"])
 
     def update(self, p: Tensor, g: Tensor, rule: Rule, t: int, scale: float) -> None:
         w, state = scale * DRAWN_WEIGHTS[rule.weight](t), self.state[p]
@@ -258,7 +253,7 @@ def test_drawn_rules_go_on_bit_by_bit(seed: int) -> None:
     """From a file, in a new optimizer and in the one that wrote it, and in a copy."""
     by = random.Random(seed)
     rules = [Rule.drawn(by) for _ in range(4)]
-    stop = by.randint(1, 6)
+    stop = by.choice((1, 1, 2, 2, 3, 4, 5, 6))  # most verdicts are made in the first steps
 
     def made() -> Drawn:
         torch._dynamo.reset()
