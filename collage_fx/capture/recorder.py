@@ -73,7 +73,7 @@ aten = torch.ops.aten
 #: then on these operators are executed at once.
 BURNED_IN_AGAIN = 4
 
-#: Name of a function -> its numbers, None for one that has changed. Checkpoints hold them.
+#: Name of a function -> its numbers, None where a number has changed. Checkpoints hold them.
 Numbers = dict[str, list[float | None]]
 
 #: Whether operations that this thread calls are being recorded.
@@ -89,8 +89,7 @@ class Recorder(TorchDispatchMode):
             its second argument is whether the graph overwrites the tensor.
         original_of: storage -> the optimizer's tensor in it, if any; ``p.data`` is a view of that tensor.
         known: returns the tensors that the optimizer holds, by ``id``.
-        numbers: the numbers that each function was compiled for last, None where they have changed before; by
-            the names of the function. They are added to.
+        numbers: numbers of the functions compiled so far. They are added to.
 
     Attributes:
         is_dispatching: whether an operation is being recorded; functions that are called meanwhile are ours.
@@ -486,7 +485,7 @@ class Recorder(TorchDispatchMode):
         compiled(function)
 
     def _changed_in(self, function: RecordedFunction, *, takes_sizes: bool) -> list[int]:
-        """Note the numbers of a function; return the positions of those that have been seen to change.
+        """Note the numbers of a function; return the positions of numbers that have been seen to change.
 
         Whether the tensors have error terms by now makes no difference.
         """

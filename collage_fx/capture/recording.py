@@ -163,7 +163,7 @@ def record(
     vars(optimizer)[RECORDING] = recording
 
 
-#: Optimizer -> the numbers of its recorded steps: from which of them a verdict may be made.
+#: Optimizer -> numbers of its recorded steps.
 _numbers: WeakKeyDictionary[Optimizer, Numbers] = WeakKeyDictionary()
 
 
@@ -176,9 +176,7 @@ def _restore_numbers(optimizer: Optimizer, numbers: Numbers) -> None:
             record(optimizer, recording.request, recording.reason)
 
 
-carry_along(
-    "numbers", lambda optimizer: {**_numbers.get(optimizer, {})} or None, _restore_numbers, in_files=True
-)
+carry_along("collage_fx.numbers", lambda optimizer: {**_numbers.get(optimizer, {})} or None, _restore_numbers)
 
 #: Recordings that are used for single steps.
 _for_one_step: WeakKeyDictionary[Optimizer, _Recording] = WeakKeyDictionary()

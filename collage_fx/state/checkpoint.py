@@ -172,9 +172,8 @@ _compiled: WeakSet[Optimizer] = WeakSet()
 _eager_steps: WeakKeyDictionary[Optimizer, int] = WeakKeyDictionary()
 _loads: WeakKeyDictionary[Optimizer, int] = WeakKeyDictionary()
 
-#: Name of a value that copies take along -> (function that returns it, function that restores it, whether
-#: state dicts hold it).
-_carried_along: dict[str, tuple[Callable[[Optimizer], Any], Callable[[Optimizer, Any], object], bool]] = {}
+#: Name of a value that copies take along -> (function that returns it, function that restores it).
+_carried_along: dict[str, tuple[Callable[[Optimizer], Any], Callable[[Optimizer, Any], object]]] = {}
 
 StateDict = dict[str, Any]
 
@@ -197,14 +196,14 @@ class _Load(NamedTuple):
         saved: error terms in it.
         kept: which of its state has another dtype than its parameter.
         live: dtypes of the optimizer's state before the load.
-        given: the state dict, with our keys.
+        along: values of :func:`carry_along` in it.
     """
 
     plain: StateDict
     saved: Saved
     kept: Kept
     live: Mapping[Owner, torch.dtype]
-    given: Mapping[str, Any]
+    along: StateDict
 
 
 #: Optimizer that is being loaded -> contents of the state dict, between torch's two hooks. An entry of a load
@@ -300,21 +299,16 @@ def times_loaded(optimizer: Optimizer) -> int:
 
 
 def carry_along(
-    name: str,
-    value: Callable[[Optimizer], Any],
-    restore: Callable[[Optimizer, Any], object],
-    *,
-    in_files: bool = False,
+    name: str, value: Callable[[Optimizer], Any], restore: Callable[[Optimizer, Any], object]
 ) -> None:
     """Register a value, not in an optimizer's state, that its copies and pickles take along.
 
     Args:
-        name: name of the value in pickles.
+        name: name of the value in pickles; if it begins with our prefix, also its key in state dicts.
         value: returns the value, None if there is none.
         restore: called with the copy and the value, once the copy has its state and error terms.
-        in_files: whether state dicts hold the value, too.
     """
-    _carried_along[name] = value, restore, in_files
+    _carried_along[name] = value, restore
 
 
 def _after_save(optimizer: Optimizer, saved: StateDict) -> StateDict | None:
@@ -346,7 +340,7 @@ def _save_by_own(optimizer: Optimizer, method: Callable[..., Any], *args: Any, *
         or any(format_name == KEPT for format_name, _ in auxiliaries)
         for (format_name, auxiliary), tensor in auxiliaries.items()
     }
-    along = _along(optimizer, in_files=True)
+    along = _for_files(_along(optimizer))
     return {**made, **({SHARED: table} if table else {}), **along} if table or along else made
 
 
@@ -376,7 +370,7 @@ def _with_entries(optimizer: Optimizer, saved: StateDict) -> StateDict:
             # A new dictionary: the one in ``saved`` is the optimizer's own.
             state[key] = {**_as_dictionary(state.get(key)), **entries}
     shared = dict(_keyed_auxiliaries(_shared(optimizer)))
-    along = _along(optimizer, in_files=True)
+    along = _for_files(_along(optimizer))
     return {**saved, "state": state, **({SHARED: shared} if shared else {}), **along}
 
 
@@ -478,21 +472,21 @@ def _carried(optimizer: Optimizer) -> StateDict:
     return {**({SHARED: pickled} if pickled else {}), **_along(optimizer)}
 
 
-def _along(optimizer: Optimizer, *, in_files: bool = False) -> StateDict:
-    """Return the values of :func:`carry_along`: all by name, or those in state dicts, under our keys."""
-    prefix = PREFIX if in_files else ""
-    found = {
-        prefix + name: value(optimizer)
-        for name, (value, _, is_in_files) in _carried_along.items()
-        if is_in_files or not in_files
-    }
-    return {key: value for key, value in found.items() if value is not None}
+def _along(optimizer: Optimizer) -> StateDict:
+    """Return the values of :func:`carry_along`."""
+    along = {name: value(optimizer) for name, (value, _) in _carried_along.items()}
+    return {name: value for name, value in along.items() if value is not None}
 
 
-def _give_along(optimizer: Optimizer, along: Mapping[str, Any], prefix: str = "") -> None:
-    """Restore the values of :func:`carry_along` that are among others."""
-    for name, (_, restore, _) in _carried_along.items():
-        if (value := along.get(prefix + name)) is not None:
+def _for_files(values: Mapping[str, Any]) -> StateDict:
+    """Return the values of :func:`carry_along` that state dicts hold."""
+    return {name: values[name] for name in _carried_along if name in values and name.startswith(PREFIX)}
+
+
+def _give_along(optimizer: Optimizer, along: Mapping[str, Any]) -> None:
+    """Restore the values of :func:`carry_along`."""
+    for name, (_, restore) in _carried_along.items():
+        if (value := along.get(name)) is not None:
             restore(optimizer, value)
 
 
@@ -570,7 +564,7 @@ def _read(optimizer: Optimizer, given: Mapping[str, Any], *, may_rename: bool = 
         _refuse_mismatches(optimizer, plain, saved, kept, may_rename=may_rename)
         _refuse_damaged(plain, saved)
     live = {owner: tensor.dtype for owner, _, tensor in _held(optimizer, plain)}
-    return _Load(plain, saved, kept, live, given)
+    return _Load(plain, saved, kept, live, _for_files(given))
 
 
 def _keys_in(state_dict: StateDict) -> list[Any]:
@@ -585,7 +579,7 @@ def _after_load(optimizer: Optimizer) -> None:
     _loads[optimizer] = times_loaded(optimizer) + 1
     if (loading := _loading.pop(optimizer, None)) is not None:
         _restore(optimizer, loading)
-        _give_along(optimizer, loading.given, PREFIX)
+        _give_along(optimizer, loading.along)
     adopt(optimizer)
 
 
@@ -600,7 +594,7 @@ def _load_by_own(optimizer: Optimizer, method: Callable[..., Any], *args: Any, *
         load = _read(optimizer, given, may_rename=True)
     else:
         table = _of_table(given.get(SHARED, {}))
-        load = _Load(_without_ours(given), {}, {}, {}, given)
+        load = _Load(_without_ours(given), {}, {}, {}, {})
     _own_loads.append(own := _OwnLoad(optimizer, load.plain, load.saved, load.kept))
     bound.arguments[name] = load.plain
     _loading.pop(optimizer, None)
@@ -613,7 +607,7 @@ def _load_by_own(optimizer: Optimizer, method: Callable[..., Any], *args: Any, *
     elif own.saved or own.kept:  # the class has not called torch's load
         _loading[optimizer] = load._replace(saved=own.saved, kept=own.kept)
     _after_load(optimizer)
-    _give_along(optimizer, given, PREFIX)
+    _give_along(optimizer, _for_files(given))
     return result
 
 
@@ -767,7 +761,7 @@ def _take_up(optimizer: Optimizer) -> bool:
     _refuse_mismatches(optimizer, plain, saved, kept)
     for parameter in of_ours:
         entries = optimizer.state[parameter]
-        for key in [key for key in entries if key != WHOLE and _is_ours(key)]:
+        for key in [key for key in entries if key != WHOLE and str(key).startswith(PREFIX)]:
             del entries[key]
         if WHOLE in entries:
             optimizer.state[parameter] = entries[WHOLE]
@@ -797,13 +791,13 @@ def _new_names(optimizer: Optimizer) -> list[str] | None:
 
 
 def _note_new(optimizer: Optimizer, names: Sequence[str]) -> None:
-    """Let the next step choose for tensors whether they keep their error terms."""
+    """Leave it to the next step whether tensors keep their error terms."""
     for each in known_tensors({"self": optimizer}).values():
         if each.name in names:
             note_new(each.tensor)
 
 
-carry_along("new", _new_names, _note_new, in_files=True)
+carry_along(PREFIX + "new", _new_names, _note_new)
 
 
 def _note_left_out(optimizer: Optimizer) -> None:
@@ -848,7 +842,7 @@ def _separated(state_dict: StateDict) -> tuple[StateDict, Saved]:
         if not isinstance(entries, dict):
             plain[key] = entries
             continue
-        ours = {name: value for name, value in entries.items() if _is_ours(name)}
+        ours = {name: value for name, value in entries.items() if str(name).startswith(PREFIX)}
         rest = {name: value for name, value in entries.items() if name not in ours}
         if WHOLE in ours:
             plain[key] = ours.pop(WHOLE)
@@ -858,14 +852,9 @@ def _separated(state_dict: StateDict) -> tuple[StateDict, Saved]:
     return {**_without_ours(state_dict), "state": plain}, saved
 
 
-def _without_ours(values: Mapping[Any, Any]) -> StateDict:
-    """Return the values that are not under a key of ours."""
-    return {key: value for key, value in values.items() if key != SHARED and not _is_ours(key)}
-
-
-def _is_ours(key: Any) -> bool:
-    """Return whether a key begins with our prefix."""
-    return str(key).startswith(PREFIX)
+def _without_ours(values: Mapping[str, Any]) -> StateDict:
+    """Return the entries of a state dict beside ours."""
+    return {key: value for key, value in values.items() if not str(key).startswith(SHARED)}
 
 
 def _by_owner(parameter: Any, keyed: Mapping[str, Tensor]) -> Saved:
@@ -1320,7 +1309,7 @@ def note_eager_step(optimizer: Optimizer) -> None:
 def _holds_ours(optimizer: Optimizer) -> bool:
     """Return whether an optimizer's state has keys of ours."""
     entries = (each for each in optimizer.state.values() if isinstance(each, dict))
-    return any(_is_ours(key) for each in entries for key in each)
+    return any(str(key).startswith(PREFIX) for each in entries for key in each)
 
 
 def _still_wider(optimizer: Optimizer) -> Iterator[tuple[str, Tensor, Tensor]]:
