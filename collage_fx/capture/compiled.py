@@ -6,7 +6,8 @@ A number that is always the same (a decay, an exponent) is a constant of the cod
 what a recurrence loses, and Inductor writes ``x * x`` for ``x ** 2``. A number that has been seen to change
 (a learning rate, a bias correction) is an input, a 0-d float64 tensor, and costs no further compilation: Note
 [Numbers that change] in ``numbers.py``. A number for which an operator takes no tensor is *burned in*: it is
-compiled as a constant each time, a few times.
+compiled as a constant each time, a few times. Checkpoints tell which numbers have changed, so that a resumed
+run has the same constants.
 
 Once sizes change, all sizes are symbols. Whatever was decided by the values of sizes or numbers while the
 graph was traced is checked before each call.

@@ -81,6 +81,20 @@ class Recorded(InPlace):
     branches = True
 
 
+class BeginsRounded(Averaging):
+    """Captured step whose average begins with a value that its dtype does not hold."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for p in self.param_groups[0]["params"]:
+            state = self.state[p]
+            if not state:
+                state["m"] = p.grad * 0.3
+            else:
+                state["m"].lerp_(p.grad, self.number(1))
+            p.add_(state["m"], alpha=-1e-3)
+
+
 #: Weights below and from 1/2 on, where torch's ``lerp`` has two formulas.
 WEIGHTS: dict[str, Callable[[int], float]] = {
     "9/(10 + t)": lambda t: 9 / (10 + t),
@@ -113,6 +127,7 @@ CASES = [
     *((Averaging, NUMBERS[name], stop) for name in NUMBERS for stop in (2, 3)),
     *((InPlace, number, stop) for number in WEIGHTS.values() for stop in (2, 3)),
     *((Recorded, number, stop) for number in WEIGHTS.values() for stop in (1, 3)),
+    (BeginsRounded, lambda t: 0.1, 1),
     *((kind, WEIGHTS["cosine"], 2) for kind in (LoadsByItself, InAList)),
 ]
 
