@@ -574,14 +574,21 @@ def _keys_in(state_dict: StateDict) -> list[Any]:
     return [key for group in state_dict.get("param_groups", ()) for key in group["params"]]
 
 
-def _after_load(optimizer: Optimizer) -> None:
-    """Restore the error terms after torch has loaded the rest, and the class's own method has ended."""
+def _after_load(optimizer: Optimizer, along: StateDict | None = None) -> None:
+    """Restore the error terms after torch has loaded the rest, and the class's own method has ended.
+
+    Args:
+        optimizer: the optimizer.
+        along: values of :func:`carry_along` that the class's own method was given.
+    """
     if any(each.optimizer is optimizer for each in _own_loads):
         return
     _loads[optimizer] = times_loaded(optimizer) + 1
-    if (loading := _loading.pop(optimizer, None)) is not None:
-        _restore(optimizer, loading)
-        _give_along(optimizer, loading.along)
+    loading = _loading.pop(optimizer, None)
+    along = along or ({} if loading is None else loading.along)
+    if loading is not None:
+        _restore(optimizer, loading._replace(along=along))
+    _give_along(optimizer, along)
     adopt(optimizer)
 
 
@@ -608,8 +615,7 @@ def _load_by_own(optimizer: Optimizer, method: Callable[..., Any], *args: Any, *
         _restore_table(optimizer, table, _loading.pop(optimizer, None))
     elif own.saved or own.kept:  # the class has not called torch's load
         _loading[optimizer] = load._replace(saved=own.saved, kept=own.kept)
-    _after_load(optimizer)
-    _give_along(optimizer, _for_files(given))
+    _after_load(optimizer, _for_files(given))
     return result
 
 
@@ -1011,6 +1017,10 @@ def _restore(optimizer: Optimizer, load: _Load) -> None:
     unused: list[str] = []
     missing: list[str] = []
     has_terms = any(slot == PARAMETER_SLOT for _, slot in saved)
+
+    def has_chosen(owner: Owner) -> bool:  # state without error terms, which may get some when numbers change
+        return owner[1] != PARAMETER_SLOT and bool(load.along)
+
     for owner, name, tensor in _held(optimizer, plain):
         live, auxiliaries = record_of(tensor), saved.get(owner)
         if auxiliaries and is_low_precision(tensor.dtype) and _wider(plain, owner) is not None:
@@ -1033,7 +1043,7 @@ def _restore(optimizer: Optimizer, load: _Load) -> None:
             wider = _wider(plain, owner)
             if has_terms and owner[1] == PARAMETER_SLOT and plain["state"].get(owner[0]):
                 missing.append(name)  # others have theirs
-            elif wider is not None or _has_been_stepped(plain, owner):
+            elif wider is not None or (not has_chosen(owner) and _has_been_stepped(plain, owner)):
                 waiting.append(_Waiting(name, TensorWeakRef(tensor), wider))
     if unused:
         _warn_of_checkpoint(
