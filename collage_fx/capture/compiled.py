@@ -6,7 +6,8 @@ A number that is always the same (a decay, an exponent) is a constant of the cod
 what a recurrence loses, and Inductor writes ``x * x`` for ``x ** 2``. A number that has been seen to change
 (a learning rate, a bias correction) is an input, a 0-d float64 tensor, and costs no further compilation: Note
 [Numbers that change] in ``numbers.py``. A number for which an operator takes no tensor is *burned in*: it is
-compiled as a constant each time, a few times.
+compiled as a constant each time, a few times. Checkpoints tell which numbers have changed, so that a resumed
+run has the same constants.
 
 Once sizes change, all sizes are symbols. Whatever was decided by the values of sizes or numbers while the
 graph was traced is checked before each call.
@@ -15,7 +16,7 @@ graph was traced is checked before each call.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -49,19 +50,12 @@ class Compiled:
     takes_sizes: bool
     holds: Callable[[Sequence[Any]], bool] | None
 
-    def changed_in(self, numbers: Sequence[float]) -> set[int]:
-        """Return the positions of numbers that differ from the constants; NaN equals NaN."""
-        return {
-            i
-            for i, constant in self.constants.items()
-            if numbers[i] != constant and not (math.isnan(numbers[i]) and math.isnan(constant))
-        }
-
     def fits(self, function: RecordedFunction) -> bool:
         """Return whether the code computes a function."""
         numbers = function.numbers
-        if self.changed_in(numbers):
-            return False
+        for i, constant in self.constants.items():
+            if numbers[i] != constant and not (math.isnan(numbers[i]) and math.isnan(constant)):
+                return False
         if self.holds is None:
             return True
         return self.holds([*function.tensors, *(numbers[i] for i in self.inputs), *self._sizes(function)])
@@ -79,25 +73,20 @@ class Compiled:
 
 
 def compiled_for(
-    function: RecordedFunction, compile_graph: CompileGraph, last: Compiled | None, *, takes_sizes: bool
+    function: RecordedFunction, compile_graph: CompileGraph, changed: Collection[int], *, takes_sizes: bool
 ) -> Compiled:
     """Compile a function, and with it all functions that differ in the same numbers.
 
     Args:
         function: the function.
         compile_graph: compiles its graph.
-        last: code of the last function of the same form; None if there is none. Numbers that differ from its
-            constants become inputs.
+        changed: positions of the numbers that have been seen to change, which become inputs.
         takes_sizes: whether the code is to take any sizes.
     """
     numbers = function.numbers
-    changed: set[int] = set()
     burned_in: frozenset[int] = frozenset()
-    if last is not None:
-        changed = {*last.inputs, *last.changed_in(numbers)}
-        burned_in = last.burned_in
     while True:
-        inputs = tuple(i for i in sorted(changed - burned_in) if math.isfinite(numbers[i]))
+        inputs = tuple(i for i in sorted({*changed} - burned_in) if math.isfinite(numbers[i]))
         scope = SymbolicScope()
         values = [*(numbers[i] for i in inputs), *(function.sizes if takes_sizes else ())]
         try:

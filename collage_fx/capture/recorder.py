@@ -73,6 +73,9 @@ aten = torch.ops.aten
 #: then on these operators are executed at once.
 BURNED_IN_AGAIN = 4
 
+#: Name of a function -> its numbers, None where a number has changed. Checkpoints hold them.
+Numbers = dict[str, list[float | None]]
+
 #: Whether operations that this thread calls are being recorded.
 _is_recording: ContextVar[bool] = ContextVar("_is_recording", default=False)
 
@@ -86,6 +89,7 @@ class Recorder(TorchDispatchMode):
             its second argument is whether the graph overwrites the tensor.
         original_of: storage -> the optimizer's tensor in it, if any; ``p.data`` is a view of that tensor.
         known: returns the tensors that the optimizer holds, by ``id``.
+        numbers: numbers of the functions compiled so far. They are added to.
 
     Attributes:
         is_dispatching: whether an operation is being recorded; functions that are called meanwhile are ours.
@@ -97,20 +101,21 @@ class Recorder(TorchDispatchMode):
         kind_of: Callable[[Tensor, bool], Any],
         original_of: Callable[[int], Tensor | None],
         known: Callable[[], Mapping[int, KnownTensor]],
+        numbers: Numbers,
     ) -> None:
         super().__init__()
         self._compile_graph = compile_graph
         self._kind_of = kind_of
         self._original_of = original_of
         self._known = known
+        self._numbers = numbers
         self.is_dispatching = False
         self._segment = Segment()
         self._executed: list[Deferred] = []
         self._viewed: dict[int, Tensor] = {}
-        self._steps = 0
+        self._steps = 1 if numbers else 0  # a first step makes lasting state
         self._first_met: dict[Any, int] = {}
         self._compiled: dict[Any, list[Compiled]] = {}
-        self._last: dict[Any, Compiled] = {}
         self._at_once: set[Signature] = set()
         self._predicted: dict[Any, tuple[tuple[Any, ...], bool]] = {}
         self._noted: list[tuple[WeakTensorKeyDictionary, TensorWeakRef]] = []
@@ -472,15 +477,23 @@ class Recorder(TorchDispatchMode):
         compiled = next((each for each in known if each.fits(function)), None)
         if compiled is None:
             takes_sizes = key is function.form
-            # Numbers that have changed are inputs whether or not the tensors have error terms by now.
-            alike = function.described if takes_sizes else (function.described, *key[1:])
-            last = self._last.get(alike)
-            compiled = compiled_for(function, self._compile_graph, last, takes_sizes=takes_sizes)
-            self._last[alike] = compiled
+            changed = self._changed_in(function, takes_sizes=takes_sizes)
+            compiled = compiled_for(function, self._compile_graph, changed, takes_sizes=takes_sizes)
             known.insert(0, compiled)
             if len(known) >= BURNED_IN_AGAIN:
                 self._at_once |= function.operators_of(compiled.burned_in)
         compiled(function)
+
+    def _changed_in(self, function: RecordedFunction, *, takes_sizes: bool) -> list[int]:
+        """Note the numbers of a function; return the positions of numbers that have been seen to change.
+
+        Whether the tensors have error terms by now makes no difference.
+        """
+        of_these_sizes, of_any = function.names()
+        last = self._numbers.get(of_these_sizes) or self._numbers.get(of_any) or function.numbers
+        now = [new if new == old else None for new, old in zip(function.numbers, last, strict=True)]
+        self._numbers |= dict.fromkeys((of_these_sizes, of_any) if takes_sizes else (of_these_sizes,), now)
+        return [i for i, number in enumerate(now) if number is None]
 
     def note(self, table: WeakTensorKeyDictionary, tensor: Tensor) -> None:
         """Put a tensor into a table, which threads share, until the step ends."""

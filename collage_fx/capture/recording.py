@@ -19,13 +19,14 @@ from torch.overrides import TorchFunctionMode
 from collage_fx.capture.inputs import born_in_step, made_in_step, spanning_closure
 from collage_fx.capture.new_state import forget_new_state, remember_state
 from collage_fx.capture.progress import show_progress
-from collage_fx.capture.recorder import Recorder, is_recording
+from collage_fx.capture.recorder import Numbers, Recorder, is_recording
 from collage_fx.capture.refusals import refuse_distributed, refuse_optimizer, refuse_packed
 from collage_fx.capture.segment import Deferred, Spec
 from collage_fx.errors import CollageError, RecompileLimitError, raise_or_warn
 from collage_fx.state import (
     KnownTensor,
     adopt,
+    carry_along,
     has_error_terms,
     has_state,
     known_tensors,
@@ -162,6 +163,21 @@ def record(
     vars(optimizer)[RECORDING] = recording
 
 
+#: Optimizer -> numbers of its recorded steps.
+_numbers: WeakKeyDictionary[Optimizer, Numbers] = WeakKeyDictionary()
+
+
+def _restore_numbers(optimizer: Optimizer, numbers: Numbers) -> None:
+    """Go on with the numbers of a checkpoint, or of the original of a copy; drop code for other numbers."""
+    if numbers != _numbers.get(optimizer):
+        _numbers[optimizer] = {**numbers}
+        _for_one_step.pop(optimizer, None)
+        if (recording := vars(optimizer).get(RECORDING)) is not None:
+            record(optimizer, recording.request, recording.reason)
+
+
+carry_along("collage_fx.numbers", lambda optimizer: {**_numbers.get(optimizer, {})} or None, _restore_numbers)
+
 #: Recordings that are used for single steps.
 _for_one_step: WeakKeyDictionary[Optimizer, _Recording] = WeakKeyDictionary()
 
@@ -291,8 +307,10 @@ class _Recording:
         self.reason = reason
         self.is_for_one_step = for_one_step
         self._label = type(optimizer).__name__
-        self._request = request
-        self._recorder = Recorder(self._compiled, self._kind_of, self._original_of, self._known)
+        self.request = request
+        self._recorder = Recorder(
+            self._compiled, self._kind_of, self._original_of, self._known, _numbers.setdefault(optimizer, {})
+        )
         self._optimizer = weakref.ref(optimizer)
         self._parameters: dict[int, Tensor] = {}
         self._roles: dict[int, str] = {}
@@ -359,13 +377,13 @@ class _Recording:
             refuse_optimizer(optimizer)
             refuse_distributed(optimizer, self.reason)
             if not self.is_for_one_step:
-                refuse_packed(optimizer, self._request.backend.options.state, self.reason)
+                refuse_packed(optimizer, self.request.backend.options.state, self.reason)
         except CollageError as refusal:
-            raise_or_warn(optimizer, refusal, strict=self._request.strict)
+            raise_or_warn(optimizer, refusal, strict=self.request.strict)
         # A first step may make state. Later ones, and those after captured steps, find it.
         self._steps += 1
         if not self.is_for_one_step and (self._steps_that_compiled or self._steps <= 2):
-            self._request.backend.refuse_excess(optimizer)
+            self.request.backend.refuse_excess(optimizer)
 
     def _look_at(self, optimizer: Optimizer) -> None:
         """Note the optimizer's parameters and gradients."""
@@ -450,7 +468,7 @@ class _Recording:
             self._progress.enter_context(show_progress(self._label))
         self._has_compiled = True
         module.meta[RECORDING] = RecordedPart(self.reason, not self.is_for_one_step)
-        compiled: Callable[..., Any] = self._request.backend(module, arguments, **self._request.keywords)
+        compiled: Callable[..., Any] = self.request.backend(module, arguments, **self.request.keywords)
         return compiled
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import operator
 import sys
 from collections.abc import Callable, Collection, Iterable, Sequence
@@ -354,6 +355,12 @@ class RecordedFunction:
         for value in operation.results:
             order[value] = len(order)
         return operation.signature, operation.form, *read, len(operation.results)
+
+    def names(self) -> tuple[str, str]:
+        """Return names of the operations that are the same in each process: with these sizes, with any."""
+        texts = map(repr, ((self.described, self.shapes, self.sizes), self.described))
+        of_these, of_any = (hashlib.sha256(text.encode()).hexdigest()[:16] for text in texts)
+        return of_these, of_any
 
     def operators_of(self, numbers: Collection[int]) -> set[Signature]:
         """Return the operators that calculate with the numbers at some positions."""

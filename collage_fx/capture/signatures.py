@@ -20,7 +20,7 @@ from collage_fx.graph import (
 from collage_fx.torch_compat import schema_of
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class Signature:
     """Facts about an operator's schema. There is one object for each operator.
 
@@ -47,6 +47,9 @@ class Signature:
     reads_no_values: bool
     is_immediate: bool
     element_rule: Callable[..., Any] | None
+
+    def __repr__(self) -> str:
+        return str(self.operator)
 
 
 @functools.cache

@@ -26,7 +26,9 @@ as ``collage_fx.exp_avg_sq.exact.rest``. An attribute, an item or a nested key f
 Note [Fingerprints]. Error terms of tensors that belong to no single parameter (in ``param_groups``, or in
 ``state`` under a key of the optimizer's own) are in one more entry of the state dict, ``"collage_fx"``. Error
 terms of attributes of the optimizer, which torch's state dict does not hold, are not saved: ``state_dict``
-warns. State of another dtype than its parameter has a key of its own: Note [Wide state].
+warns. State of another dtype than its parameter has a key of its own: Note [Wide state]. Two entries beside
+``state`` let a resumed run decide as the interrupted run would have: ``"collage_fx.new"`` names state whose
+error terms the next step may drop, ``"collage_fx.numbers"`` tells which numbers of recorded steps change.
 
 Note [Memory of a loaded state dict]
 ------------------------------------
@@ -120,6 +122,7 @@ from collage_fx.state.error_terms import (
     ensure_record,
     has_error_terms,
     memory_of_records,
+    note_new,
     packed_tensor,
     record_of,
     reset_error_terms,
@@ -195,12 +198,14 @@ class _Load(NamedTuple):
         saved: error terms in it.
         kept: which of its state has another dtype than its parameter.
         live: dtypes of the optimizer's state before the load.
+        along: values of :func:`carry_along` in it.
     """
 
     plain: StateDict
     saved: Saved
     kept: Kept
     live: Mapping[Owner, torch.dtype]
+    along: StateDict
 
 
 #: Optimizer that is being loaded -> contents of the state dict, between torch's two hooks. An entry of a load
@@ -301,7 +306,7 @@ def carry_along(
     """Register a value, not in an optimizer's state, that its copies and pickles take along.
 
     Args:
-        name: name of the value in pickles.
+        name: name of the value in pickles; if it begins with our prefix, also its key in state dicts.
         value: returns the value, None if there is none.
         restore: called with the copy and the value, once the copy has its state and error terms.
     """
@@ -337,7 +342,8 @@ def _save_by_own(optimizer: Optimizer, method: Callable[..., Any], *args: Any, *
         or any(format_name == KEPT for format_name, _ in auxiliaries)
         for (format_name, auxiliary), tensor in auxiliaries.items()
     }
-    return {**made, SHARED: table} if table else made
+    along = _for_files(_along(optimizer))
+    return {**made, **({SHARED: table} if table else {}), **along} if table or along else made
 
 
 def _is_torchs_layout(state_dict: Mapping[str, Any]) -> bool:
@@ -366,7 +372,8 @@ def _with_entries(optimizer: Optimizer, saved: StateDict) -> StateDict:
             # A new dictionary: the one in ``saved`` is the optimizer's own.
             state[key] = {**_as_dictionary(state.get(key)), **entries}
     shared = dict(_keyed_auxiliaries(_shared(optimizer)))
-    return {**saved, "state": state, **({SHARED: shared} if shared else {})}
+    along = _for_files(_along(optimizer))
+    return {**saved, "state": state, **({SHARED: shared} if shared else {}), **along}
 
 
 def _as_dictionary(entry: Any) -> StateDict:
@@ -465,9 +472,25 @@ def _carried(optimizer: Optimizer) -> StateDict:
         and record.is_current
     ]
     pickled += [PickledWider(*each) for each in _still_wider(optimizer)]
+    return {**({SHARED: pickled} if pickled else {}), **_along(optimizer)}
+
+
+def _along(optimizer: Optimizer) -> StateDict:
+    """Return the values of :func:`carry_along`."""
     along = {name: value(optimizer) for name, (value, _) in _carried_along.items()}
-    ours = {SHARED: pickled or None, **along}
-    return {key: value for key, value in ours.items() if value is not None}
+    return {name: value for name, value in along.items() if value is not None}
+
+
+def _for_files(values: Mapping[str, Any]) -> StateDict:
+    """Return the values of :func:`carry_along` that state dicts hold."""
+    return {name: values[name] for name in _carried_along if name in values and name.startswith(PREFIX)}
+
+
+def _give_along(optimizer: Optimizer, along: Mapping[str, Any]) -> None:
+    """Restore the values of :func:`carry_along`."""
+    for name, (_, restore) in _carried_along.items():
+        if (value := along.get(name)) is not None:
+            restore(optimizer, value)
 
 
 def _as_saved(tensor: Tensor, record: ErrorTermRecord) -> tuple[Tensor, ...]:
@@ -518,9 +541,7 @@ def _give(optimizer: Optimizer, along: StateDict) -> None:
         record.replace_contents([spec.loaded(saved) for spec, saved in pairs])
         if each.claim is not None:
             claims.add(known[id(each.tensor)].name, record, each.claim)
-    for name, (_, restore) in _carried_along.items():
-        if (value := along.get(name)) is not None:
-            restore(optimizer, value)
+    _give_along(optimizer, along)
 
 
 def _before_load(optimizer: Optimizer, given: StateDict) -> StateDict | None:
@@ -546,7 +567,7 @@ def _read(optimizer: Optimizer, given: Mapping[str, Any], *, may_rename: bool = 
         _refuse_mismatches(optimizer, plain, saved, kept, may_rename=may_rename)
         _refuse_damaged(plain, saved)
     live = {owner: tensor.dtype for owner, _, tensor in _held(optimizer, plain)}
-    return _Load(plain, saved, kept, live)
+    return _Load(plain, saved, kept, live, _for_files(given))
 
 
 def _keys_in(state_dict: StateDict) -> list[Any]:
@@ -554,13 +575,21 @@ def _keys_in(state_dict: StateDict) -> list[Any]:
     return [key for group in state_dict.get("param_groups", ()) for key in group["params"]]
 
 
-def _after_load(optimizer: Optimizer) -> None:
-    """Restore the error terms after torch has loaded the rest, and the class's own method has ended."""
+def _after_load(optimizer: Optimizer, along: StateDict | None = None) -> None:
+    """Restore the error terms after torch has loaded the rest, and the class's own method has ended.
+
+    Args:
+        optimizer: the optimizer.
+        along: values of :func:`carry_along` that the class's own method was given.
+    """
     if any(each.optimizer is optimizer for each in _own_loads):
         return
     _loads[optimizer] = times_loaded(optimizer) + 1
-    if (loading := _loading.pop(optimizer, None)) is not None:
-        _restore(optimizer, loading)
+    loading = _loading.pop(optimizer, None)
+    along = along or ({} if loading is None else loading.along)
+    if loading is not None:
+        _restore(optimizer, loading._replace(along=along))
+    _give_along(optimizer, along)
     adopt(optimizer)
 
 
@@ -575,7 +604,7 @@ def _load_by_own(optimizer: Optimizer, method: Callable[..., Any], *args: Any, *
         load = _read(optimizer, given, may_rename=True)
     else:
         table = _of_table(given.get(SHARED, {}))
-        load = _Load({key: value for key, value in given.items() if key != SHARED}, {}, {}, {})
+        load = _Load(_without_ours(given), {}, {}, {}, {})
     _own_loads.append(own := _OwnLoad(optimizer, load.plain, load.saved, load.kept))
     bound.arguments[name] = load.plain
     _loading.pop(optimizer, None)
@@ -587,7 +616,7 @@ def _load_by_own(optimizer: Optimizer, method: Callable[..., Any], *args: Any, *
         _restore_table(optimizer, table, _loading.pop(optimizer, None))
     elif own.saved or own.kept:  # the class has not called torch's load
         _loading[optimizer] = load._replace(saved=own.saved, kept=own.kept)
-    _after_load(optimizer)
+    _after_load(optimizer, _for_files(given))
     return result
 
 
@@ -747,7 +776,7 @@ def _take_up(optimizer: Optimizer) -> bool:
             optimizer.state[parameter] = entries[WHOLE]
         elif not entries:
             del optimizer.state[parameter]
-    _restore(optimizer, _Load(plain, saved, kept, {}))
+    _restore(optimizer, _Load(plain, saved, kept, {}, {}))
     if lost:
         warnings.warn(
             f"collage_fx: a checkpoint was loaded into {type(optimizer).__name__} before its step was given "
@@ -761,6 +790,23 @@ def _take_up(optimizer: Optimizer) -> bool:
 def _contents(optimizer: Optimizer) -> StateDict:
     """Return an optimizer's state and groups in the form of a state dict."""
     return {"state": optimizer.state, "param_groups": optimizer.param_groups}
+
+
+def _new_names(optimizer: Optimizer) -> list[str] | None:
+    """Return the names of the tensors of which no step has chosen yet whether they keep their error terms."""
+    known = known_tensors({"self": optimizer}).values()
+    records = ((each.name, record_of(each.tensor)) for each in known)
+    return [name for name, record in records if record is not None and record.is_new] or None
+
+
+def _note_new(optimizer: Optimizer, names: Sequence[str]) -> None:
+    """Leave it to the next step whether tensors keep their error terms."""
+    for each in known_tensors({"self": optimizer}).values():
+        if each.name in names:
+            note_new(each.tensor)
+
+
+carry_along(PREFIX + "new", _new_names, _note_new)
 
 
 def _note_left_out(optimizer: Optimizer) -> None:
@@ -812,8 +858,12 @@ def _separated(state_dict: StateDict) -> tuple[StateDict, Saved]:
         elif rest or not ours:
             plain[key] = rest
         saved |= _by_owner(key, {name.removeprefix(PREFIX): value for name, value in ours.items()})
-    rest = {name: value for name, value in state_dict.items() if name != SHARED}
-    return {**rest, "state": plain}, saved
+    return {**_without_ours(state_dict), "state": plain}, saved
+
+
+def _without_ours(values: Mapping[str, Any]) -> StateDict:
+    """Return the entries of a state dict beside ours."""
+    return {key: value for key, value in values.items() if not str(key).startswith(SHARED)}
 
 
 def _by_owner(parameter: Any, keyed: Mapping[str, Tensor]) -> Saved:
@@ -968,6 +1018,10 @@ def _restore(optimizer: Optimizer, load: _Load) -> None:
     unused: list[str] = []
     missing: list[str] = []
     has_terms = any(slot == PARAMETER_SLOT for _, slot in saved)
+
+    def has_chosen(owner: Owner) -> bool:  # state without error terms, which may get some when numbers change
+        return owner[1] != PARAMETER_SLOT and bool(load.along)
+
     for owner, name, tensor in _held(optimizer, plain):
         live, auxiliaries = record_of(tensor), saved.get(owner)
         if auxiliaries and is_low_precision(tensor.dtype) and _wider(plain, owner) is not None:
@@ -990,7 +1044,7 @@ def _restore(optimizer: Optimizer, load: _Load) -> None:
             wider = _wider(plain, owner)
             if has_terms and owner[1] == PARAMETER_SLOT and plain["state"].get(owner[0]):
                 missing.append(name)  # others have theirs
-            elif wider is not None or _has_been_stepped(plain, owner):
+            elif wider is not None or (not has_chosen(owner) and _has_been_stepped(plain, owner)):
                 waiting.append(_Waiting(name, TensorWeakRef(tensor), wider))
     if unused:
         _warn_of_checkpoint(
