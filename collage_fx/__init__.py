@@ -69,10 +69,10 @@ if _is_reloaded or not _starts_command_line():
     from collage_fx.report import CollageReport
     from collage_fx.state.checkpoint import install as _install_checkpoint_support
     from collage_fx.state.checkpoint import plain_state_dict
-    from collage_fx.state.claims import wrap_module_loading as _wrap_module_loading
     from collage_fx.state.error_terms import assign, error_terms, full_value, reset_error_terms
     from collage_fx.state.full_state import full_state_dict, load_full_state_dict, save_full_state_dict
     from collage_fx.state.replaced_state import move_state
+    from collage_fx.state.replaced_state import wrap_module_loading as _wrap_module_loading
     from collage_fx.tools.audit import audit
     from collage_fx.tools.checkup import checkup
     from collage_fx.tools.explain import explain

@@ -210,6 +210,49 @@ def test_the_program_is_asked_in_its_own_thread() -> None:
     assert_same(*({name: full_value(p) for name, p in each.named_parameters()} for each in (of, other)))
 
 
+# Weights that are perturbed for a backward pass, and come back. ---------------------------------------------
+
+
+def back_by_loading(of: nn.Module, saved: dict[str, Tensor]) -> None:
+    of.load_state_dict(saved)
+
+
+def back_by_copies(of: nn.Module, saved: dict[str, Tensor]) -> None:
+    for name, p in of.named_parameters():
+        p.data.copy_(saved[name])
+
+
+def moved_by(dtype: torch.dtype, back: Any, way: Way, steps: int = 20) -> Tensor:
+    """Train as FGM and AWP do; return how far the weights have moved."""
+    of = network().to(dtype)
+    start = [p.detach().double() for p in of.parameters()]
+    optimizer = torch.optim.AdamW(of.parameters(), lr=1e-4)
+    way(of, optimizer)
+    generator = torch.Generator().manual_seed(1)
+    for _ in range(steps):
+        saved = {name: tensor.clone() for name, tensor in of.state_dict().items()}
+        for p in of.parameters():
+            p.data.add_(torch.randn(p.shape, generator=generator), alpha=1e-2)
+            p.grad = torch.randn(p.shape, generator=generator).bfloat16().to(dtype)
+        back(of, saved)
+        optimizer.step()
+    ended = [full_value(p) for p in of.parameters()]
+    return torch.cat([(one - other).flatten() for one, other in zip(ended, start, strict=True)])
+
+
+@pytest.mark.filterwarnings("ignore:collage_fx:UserWarning")
+@pytest.mark.parametrize("back", [back_by_loading, back_by_copies])
+def test_values_that_come_back_keep_their_error_terms(back: Any) -> None:
+    """The first load finds no copy of what they were, and costs the terms of the first step."""
+    exact = moved_by(torch.float64, back, lambda of, optimizer: None)
+    plain = moved_by(torch.bfloat16, back, lambda of, optimizer: None)
+    found = moved_by(torch.bfloat16, back, plainly)
+    assert (plain - exact).norm() > 0.5 * exact.norm()
+    first = moved_by(torch.float64, back, lambda of, optimizer: None, steps=1)
+    lost = first.norm() if back is back_by_loading else 0.0
+    assert (found - exact).norm() < lost + 0.01 * exact.norm()
+
+
 # Weights that are two tensors. ------------------------------------------------------------------------------
 
 

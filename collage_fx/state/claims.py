@@ -6,29 +6,18 @@ a model and its optimizer have been loaded, in whatever order.
 
 from __future__ import annotations
 
-import logging
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import chain
-from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import Module
 
-from collage_fx.state.error_terms import ErrorTermRecord, record_of
+from collage_fx.state.error_terms import ErrorTermRecord
 from collage_fx.state.fingerprints import fingerprint
 from collage_fx.state.host_twins import update_twin
-from collage_fx.torch_compat import Sharding, local_tensor, real_tensors, sharding_of, wrap_loading_of_modules
-
-log = logging.getLogger("collage_fx")
-
-
-def wrap_module_loading() -> None:
-    """Wrap ``Module.load_state_dict``."""
-    wrap_loading_of_modules(_with_claims)
+from collage_fx.torch_compat import Sharding, local_tensor, real_tensors, sharding_of
 
 
 @dataclass(frozen=True)
@@ -95,20 +84,6 @@ def _clear_wrong(pieces: Sharding | None, group: list[tuple[str, ErrorTermRecord
             record.clear()
             names.append(name)
     return names
-
-
-def _with_claims(load_state_dict: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap ``Module.load_state_dict``: error terms become zero if other values are loaded."""
-
-    def with_claims(self: Module, *args: Any, **kwargs: Any) -> Any:
-        claims = Claims(lambda names: log.info("%s: loaded, so error terms start from zero", some(names)))
-        for name, tensor in chain(self.named_parameters(), self.named_buffers()):
-            record = record_of(tensor)
-            if record is not None and record.claim is None:
-                claims.add(name, record, fingerprint(local_tensor(tensor), record.auxiliaries))
-        return load_state_dict(self, *args, **kwargs)
-
-    return with_claims
 
 
 def some(names: Sequence[str]) -> str:

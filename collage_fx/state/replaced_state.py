@@ -14,23 +14,25 @@ common with the old one. Elements with other values were written by the program,
 
 from __future__ import annotations
 
+import logging
 import sys
 import warnings
 import weakref
 from collections.abc import Callable, Iterator, Sequence
+from itertools import chain
 from operator import getitem, is_
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
-from torch.nn import Parameter
+from torch.nn import Module, Parameter
 from torch.optim import Optimizer
 from torch.utils.weak import TensorWeakRef
 
 from collage_fx.numerics import ErrorFormat, is_low_precision
 from collage_fx.state.changed import note_write
-from collage_fx.state.claims import some
+from collage_fx.state.claims import Claims, some
 from collage_fx.state.error_terms import (
     hand_over,
     move_into,
@@ -38,10 +40,20 @@ from collage_fx.state.error_terms import (
     record_of,
     settle_before_reading,
 )
+from collage_fx.state.fingerprints import fingerprint
 from collage_fx.state.optimizers import parameter_names
 from collage_fx.state.packed import is_packed, plain_class, stride_of
 from collage_fx.state.written import WriteDetector
-from collage_fx.torch_compat import has_storage, is_wrapper, local_tensor, real_tensors, sharding_of
+from collage_fx.torch_compat import (
+    has_storage,
+    is_wrapper,
+    local_tensor,
+    real_tensors,
+    sharding_of,
+    wrap_loading_of_modules,
+)
+
+log = logging.getLogger("collage_fx")
 
 
 class _Slot(NamedTuple):
@@ -318,6 +330,31 @@ def _settle_read(tensor: Tensor) -> None:
 
 
 settle_before_reading(_settle_read)
+
+
+def wrap_module_loading() -> None:
+    """Wrap ``Module.load_state_dict``."""
+    wrap_loading_of_modules(_with_claims)
+
+
+def _with_claims(load_state_dict: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap ``Module.load_state_dict``: error terms are kept beside the values of the last step alone."""
+
+    def with_claims(self: Module, *args: Any, **kwargs: Any) -> Any:
+        claims = Claims(lambda names: log.info("%s: loaded, so error terms start from zero", some(names)))
+        for name, tensor in chain(self.named_parameters(), self.named_buffers()):
+            record = record_of(tensor)
+            if record is not None and record.claim is None:
+                claims.add(name, record, fingerprint(_hi_of_last_step(tensor), record.auxiliaries))
+        return load_state_dict(self, *args, **kwargs)
+
+    return with_claims
+
+
+def _hi_of_last_step(tensor: Tensor) -> Tensor:
+    """Return a parameter's hi that its error terms belong to; as it is now, if that is not known."""
+    found = (held.written.hi_of_last_step(tensor) for held in list(_held.values()))
+    return next((each for each in found if each is not None), local_tensor(tensor))
 
 
 def _may_be_of_another(tensor: Tensor, optimizer: Optimizer) -> bool:

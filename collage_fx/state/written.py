@@ -30,7 +30,7 @@ from torch import Tensor
 from collage_fx.codegen import PEEKED, Peek, is_library_loaded
 from collage_fx.state.changed import note_write
 from collage_fx.state.claims import some
-from collage_fx.state.error_terms import record_of, same_elements
+from collage_fx.state.error_terms import ErrorTermRecord, record_of, same_elements
 from collage_fx.state.packed import PackedTensor
 from collage_fx.torch_compat import local_tensor, version_of
 
@@ -103,6 +103,24 @@ class WriteDetector:
             return version_of(tensor) == self._versions[i] and self._has_same_elements(i, now)
         return any(each is tensor for part in self._state for each in part)
 
+    def hi_of_last_step(self, tensor: Tensor) -> Tensor | None:
+        """Return the value that the last step has left in a parameter.
+
+        Returns:
+            the copy, if there is one; the parameter if nobody has written to it since; None if neither is
+            so, and from the next step on there is a copy.
+        """
+        i = self._positions.get(id(tensor))
+        if i is None or not self._versions:
+            return None
+        hi, record = local_tensor(tensor.detach()), record_of(tensor)
+        if self.may_have_left(tensor) or (record is not None and self._is_accepted(i, record)):
+            return hi
+        if i in self._copies and self._copies[i].shape == hi.shape:
+            return self._copies[i]
+        self._copies[i] = hi.clone()
+        return None
+
     def written(self) -> list[Tensor]:
         """Return the parameters whose sampled elements have changed since the last step."""
         if self._elements is None or self._peek is None:
@@ -117,6 +135,10 @@ class WriteDetector:
         if self._elements is None or now is None or self.tensors[i].stride() != self._strides[i]:
             return True
         return self._elements[_part(i)] == now
+
+    def _is_accepted(self, i: int, record: ErrorTermRecord) -> bool:
+        """Return whether a parameter's error terms have been declared to be right since the last step."""
+        return record.accepted == version_of(self.tensors[i]) != self._versions[i]
 
     def settle(self, is_written_elsewhere: Callable[[Tensor], bool], *, is_in_place: bool) -> None:
         """Drop the error terms of values that are gone; warn once for each parameter.
@@ -162,7 +184,7 @@ class WriteDetector:
         for i in written:
             tensor = self.tensors[i]
             record = record_of(tensor)
-            if record is None or record.claim is not None or record.accepted == version_of(tensor):
+            if record is None or record.claim is not None or self._is_accepted(i, record):
                 continue
             if is_written_elsewhere(tensor):
                 continue
