@@ -225,7 +225,7 @@ def back_by_copies(of: nn.Module, saved: dict[str, Tensor]) -> None:
 def moved_by(dtype: torch.dtype, back: Any, way: Way, steps: int = 20) -> Tensor:
     """Train as FGM and AWP do; return how far the weights have moved."""
     of = network().to(dtype)
-    start = [p.detach().double() for p in of.parameters()]
+    start = [p.detach().double().clone() for p in of.parameters()]
     optimizer = torch.optim.AdamW(of.parameters(), lr=1e-4)
     way(of, optimizer)
     generator = torch.Generator().manual_seed(1)
