@@ -221,9 +221,10 @@ class Recorder(TorchDispatchMode):
     def _execute_now(self, signature: Signature, args: Any, kwargs: dict[str, Any]) -> Any:
         """Execute an operation that cannot be recorded, without leaving error terms behind.
 
-        The operation reads tensors with error terms, and others beside them, in float32, and its results are rounded by an operation
-        that is recorded. Where it only moves elements, error terms follow. Two kinds read rounded values:
-        numbers that Python reads, and factorizations, which do not exist for 16-bit tensors.
+        The operation reads tensors with error terms, and others beside them, in float32; its results are
+        rounded by an operation that is recorded. Where it only moves elements, error terms follow. Two kinds
+        read rounded values: numbers that Python reads, and factorizations, which do not exist for 16-bit
+        tensors.
         """
         func = signature.operator
         if signature.reads_no_values or factorizes(func) or func is aten._local_scalar_dense.default:
