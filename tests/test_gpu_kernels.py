@@ -24,8 +24,8 @@ def fused(ptx: str) -> Counter[str]:
 def written(source: str, row: gpu_kernels.Row) -> Counter[str]:
     """Count the fused multiply-adds that a thread has for a block by the source, by type.
 
-    A thread has 8 elements, 4 at a time in a measured step. Float64 are only the sums of measured steps, which
-    are written for each of the 4.
+    A thread has 8 elements, 4 at a time in a measured step. Float64 are only the sums of measured steps,
+    which are written for each of the 4.
     """
     sums = re.findall(r"(?m)^    s\d+ = tl\.fma\(", source)
     others = re.findall(r"(?m)^    tmp\d+ = tl\.fma\(", source)
