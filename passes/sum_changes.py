@@ -252,9 +252,10 @@ class _Chain:
         value = tensor_value(change)
         if value is None:
             return self._call(aten.full_like.default, self._x, change)
-        return (
-            change if value.shape == self._shape else self._call(aten.expand.default, change, [*self._shape])
-        )
+        if value.shape == self._shape:
+            return change
+        change = self._editor.convert(change, torch.float32)  # a number has float64
+        return self._editor.call(aten.expand.default, change, [*self._shape])
 
     def _finite(self) -> Node:
         """Return x; in float16 with the largest finite number in place of infinite elements."""

@@ -24,12 +24,12 @@ def fused(ptx: str) -> Counter[str]:
 def written(source: str, row: gpu_kernels.Row) -> Counter[str]:
     """Count the fused multiply-adds that a thread has for a block by the source, by type.
 
-    A thread has 16 elements where most accesses are of single bytes, 4 at a time in a measured step, else 8.
-    Float64 are only the sums of measured steps, which are written for each of the 4.
+    A thread has 8 elements, 4 at a time in a measured step. Float64 are only the sums of measured steps,
+    which are written for each of the 4.
     """
     sums = re.findall(r"(?m)^    s\d+ = tl\.fma\(", source)
     others = re.findall(r"(?m)^    tmp\d+ = tl\.fma\(", source)
-    elements = 4 if "metrics" in row.options else 16 if row.words == "light, byte, block8" else 8
+    elements = 4 if "metrics" in row.options else 8
     return Counter({"f32": elements * len(others), "f64": len(sums)}) - Counter()
 
 

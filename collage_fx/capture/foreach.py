@@ -10,16 +10,18 @@ written as one operation for each. Then updates are components of their own, and
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from itertools import takewhile
 from typing import Any, cast
 
+import torch
 from torch import Tensor
 from torch.fx import GraphModule, Node
 from torch.fx.node import map_arg
 
 from collage_fx.graph import copy_of, foreach_calls, foreach_rule
-from collage_fx.torch_compat import detect_fake_mode
+from collage_fx.torch_compat import detect_fake_mode, schema_of
 
 PREFIX = "_foreach_"
 
@@ -56,7 +58,7 @@ def _take_apart(node: Node, name: str) -> None:
     function, fixed = (rule.func, rule.keywords) if isinstance(rule, partial) else (rule, {})
     made = []
     with graph.inserting_before(node):
-        for args, kwargs in foreach_calls(node.args, node.kwargs):
+        for args, kwargs in foreach_calls(*_by_position(name, node.args, node.kwargs)):
             result = graph.call_function(function, args, {**fixed, **kwargs})
             result.meta = {**node.meta, "example_value": _value(rule, args, kwargs)}
             if name.endswith("_"):
@@ -68,6 +70,18 @@ def _take_apart(node: Node, name: str) -> None:
         reader.replace_all_uses_with(made[cast("int", reader.args[1])])
         graph.erase_node(reader)
     graph.erase_node(node)
+
+
+def _by_position(name: str, args: Any, kwargs: Mapping[str, Any]) -> tuple[Sequence[Any], Mapping[str, Any]]:
+    """Return a call's arguments by position, up to the first one left out: rules have names of their own."""
+    packet = getattr(torch.ops.aten, PREFIX + name)
+    for overload in packet.overloads():
+        arguments = schema_of(getattr(packet, overload)).arguments
+        if kwargs.keys() <= {each.name for each in arguments}:
+            names = [each.name for each in arguments if not each.kwarg_only]
+            given = {**dict(zip(names, args, strict=False)), **kwargs}
+            return [given.pop(each) for each in takewhile(given.__contains__, names)], given
+    return args, kwargs
 
 
 def _value(rule: Callable[..., Any], args: Any, kwargs: Any) -> Any:

@@ -169,6 +169,9 @@ class Recorder(TorchDispatchMode):
             _is_recording.reset(token)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if torch.is_inference_mode_enabled():  # operations that are made of others would come whole
+            with torch.inference_mode(False), torch.no_grad(), self:
+                return func(*args, **(kwargs or {}))
         # TorchScript's interpreter, unlike Python's calls, leaves modes for functions on while it dispatches.
         before, self.is_dispatching = self.is_dispatching, True
         try:
@@ -223,17 +226,19 @@ class Recorder(TorchDispatchMode):
     def _execute_now(self, signature: Signature, args: Any, kwargs: dict[str, Any]) -> Any:
         """Execute an operation that cannot be recorded, without leaving error terms behind.
 
-        The operation reads tensors with error terms in float32, and its results are rounded by an operation
-        that is recorded. Where it only moves elements, error terms follow. Two kinds read rounded values:
-        numbers that Python reads, and factorizations, which do not exist for 16-bit tensors.
+        The operation reads tensors with error terms, and others beside them, in float32; its results are
+        rounded by an operation that is recorded. Where it only moves elements, error terms follow. Two kinds
+        read rounded values: numbers that Python reads, and factorizations, which do not exist for 16-bit
+        tensors.
         """
         func = signature.operator
         if signature.reads_no_values or factorizes(func) or func is aten._local_scalar_dense.default:
             return self._call(signature, args, kwargs)
         wide: dict[int, tuple[Tensor, Tensor]] = {}
+        any_has_terms = any(map(self._may_have_error_terms, _tensors_in([*args, *kwargs.values()])))
 
         def widened(tensor: Tensor) -> Tensor:
-            if id(tensor) not in wide and self._may_have_error_terms(tensor):
+            if any_has_terms and id(tensor) not in wide and is_low_precision(tensor.dtype):
                 wide[id(tensor)] = tensor, self._converted(tensor, torch.float32)
             return wide[id(tensor)][1] if id(tensor) in wide else tensor
 

@@ -86,13 +86,14 @@ def _with_ends_of_one_dtype(call_function: Callable[..., None]) -> Callable[...,
                 start, end = (_converted(self, each, dtype) for each in (start, end))
                 self.push(start.call_method(self, name, [end, *args[1:]], kwargs))
                 return
-        weight = kwargs.get("weight", args[-1]).realize() if _is_lerp_of_lists(fn) else None
-        if weight is not None and not weight.is_tensor() and not _is_below_half(weight):
-            starts, ends = (each.realize().items for each in args[:2])
-            for start, end in zip(starts, ends, strict=True):
-                start.call_method(self, "lerp_", [end, weight], {})
-            self.push(VariableTracker.build(self, None))
-            return
+        if _is_lerp_of_lists(fn):
+            named = (kwargs[each] for each in ("self", "tensors1", "weight", "weights") if each in kwargs)
+            starts, ends, weight = (each.realize() for each in (*args, *named))
+            if not (weight.is_tensor() or isinstance(weight, type(ends)) or _is_below_half(weight)):
+                for start, end in zip(starts.items, ends.items, strict=True):
+                    start.call_method(self, "lerp_", [end, weight], {})
+                self.push(VariableTracker.build(self, None))
+                return
         call_function(self, fn, args, kwargs)
 
     return called

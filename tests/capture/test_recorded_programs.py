@@ -183,3 +183,36 @@ def test_a_program_moves_its_parameter_as_in_float64(pieces: Sequence[Piece], wa
         high.step()
     assert is_recorded(low)
     assert largest_error(low, high, start) < 0.02
+
+
+#: Operations made of others, which torch hands on as they are in inference mode.
+TESTS: dict[str, Callable[[Tensor, Tensor], object]] = {
+    "if": lambda t, g: torch.logical_or(g.amax() > 1e9, t.norm() < 0),
+    "is_nonzero": lambda t, g: torch.is_nonzero(g.amax() > 1e9),
+    "float": lambda t, g: float(torch.linalg.norm(g)) > 1e9,
+    "item": lambda t, g: (g.reshape(-1) @ t.reshape(-1)).item() > 1e9,
+    "allclose": torch.allclose,
+    "equal": torch.equal,
+}
+
+
+@pytest.mark.parametrize("mode", [torch.inference_mode, torch.no_grad])
+@pytest.mark.parametrize("test", TESTS)
+def test_a_value_is_asked_for_in_inference_mode_or_not(test: str, mode: Callable[[], Any]) -> None:
+    @mode()
+    def change(p: Tensor, g: Tensor) -> Tensor:
+        return g * 1e3 if TESTS[test](p, g) else torch.chunk(p @ p.t() @ g, 1)[0]
+
+    class Asked(Recorded):
+        def update(self, p: Tensor, g: Tensor, state: dict[str, Any], lr: float) -> None:
+            p.sub_(change(p, g), alpha=LR)
+
+    low, high = twins(Asked, [(4, 3)])
+    start = [q.detach().clone() for q in params_of(high)]
+    step = compiled(low)
+    for seed in range(STEPS):
+        give_gradients(low, high, seed)
+        step()
+        high.step()
+    assert is_recorded(low)
+    assert largest_error(low, high, start) < 0.02

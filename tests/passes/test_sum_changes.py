@@ -16,6 +16,7 @@ from torch import Tensor
 from collage_fx.choices import Rounding
 from collage_fx.graph import graph_text
 from collage_fx.graph.program import StepProgram
+from collage_fx.numerics.dither import DITHERED_SUM
 from collage_fx.passes.normalize import Normalize
 from collage_fx.passes.sum_changes import SumChanges
 from collage_fx.passes.widen import Widen
@@ -224,6 +225,15 @@ def test_a_chain_is_rounded_once(kinds: list[str], exponents: list[float], scale
             exact, changes = after, changes + abs(after - exact)
         bound = U * abs(exact) + 16 * U * changes
         assert abs(Fraction(found) - exact) <= bound, (kinds, decays, x, grad)
+
+
+def test_a_number_that_is_subtracted_has_elements_of_float32() -> None:
+    """The number has float64; code for elements takes operands as they are."""
+    program = captured(lambda p, g: p.sub_(g.abs().max() * 2.0**-7), "p g", error_format="exact")
+    program.changes, program.rounding = "summed", "dither"
+    (call,) = after(program, "hoist-scalars").gm.graph.find_nodes(op="call_function", target=DITHERED_SUM)
+    x, change = (node.meta["val"] for node in call.args[:2])
+    assert (change.dtype, change.shape) == (torch.float32, x.shape)
 
 
 @pytest.mark.parametrize("value", [torch.nan, 3.4e38, 0.0, -0.0, 1e-45])
