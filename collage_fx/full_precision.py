@@ -75,9 +75,10 @@ def full_precision_forward(
         a handle: ``handle.remove()`` restores the modules, and so does the end of a ``with`` block.
 
     Raises:
-        CollageError: a module has no parameters of its own, or has submodules with parameters, or another
-            program has replaced its ``forward``; or ``output_dtype`` is no floating-point dtype. Nothing has
-            changed.
+        CollageError: a module has no parameters of its own, or has submodules with parameters; its forward
+            writes to its weights (``max_norm``), or computes with 16-bit buffers or with weights made of
+            others (``weight_norm``); another program has replaced its ``forward``; or ``output_dtype`` is no
+            floating-point dtype. Nothing has changed.
     """
     chosen = [modules] if isinstance(modules, nn.Module) else list(modules)
     if output_dtype is not None and not output_dtype.is_floating_point:
@@ -132,6 +133,7 @@ def _refuse(module: nn.Module) -> None:
             remedy="choose the modules that hold the parameters: full_precision_forward(m for m in "
             "model.modules() if isinstance(m, ...))",
         )
+    _refuse_other_tensors(module)
     forward = vars(module).get("forward")
     is_method = isinstance(forward, MethodType) and forward.__self__ is module
     if not (forward is None or is_method or is_chosen(module)):
@@ -140,6 +142,31 @@ def _refuse(module: nn.Module) -> None:
             where=f"forward of a {kind}",
             remedy="choose the module before, or replace the forward by a method of the module",
         )
+
+
+def _refuse_other_tensors(module: nn.Module) -> None:
+    """Raise if a forward writes to its weights, or computes with 16-bit tensors that are no parameters."""
+    kind = type(module).__name__
+    if getattr(module, "max_norm", None) is not None:
+        raise UnsupportedTensorError(
+            f"a {kind} with max_norm, whose forward writes to its weights, of which it would get a copy",
+            where="max_norm",
+            remedy="leave this module out, or set max_norm=None and scale the rows after the step, by "
+            "collage_fx.assign",
+        )
+    held = {**dict(module.named_buffers(recurse=False)), **vars(module)}
+    for name, tensor in held.items():
+        if isinstance(tensor, Tensor) and is_low_precision(tensor.dtype):
+            is_buffer = name in dict(module.named_buffers(recurse=False))
+            raise UnsupportedTensorError(
+                f"a {kind} that computes with {tensor.dtype}, in {'a buffer' if is_buffer else 'a tensor'} "
+                "beside its parameters",
+                where=name,
+                remedy=f"make it float32: module.{name} = module.{name}.float()"
+                if is_buffer
+                else "leave this module out: a weight of it is computed from others (weight_norm, "
+                "spectral_norm, prune)",
+            )
 
 
 def is_chosen(module: nn.Module) -> bool:

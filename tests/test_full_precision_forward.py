@@ -21,6 +21,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolic
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
+from torch.nn.utils import prune
 from torch.optim import Optimizer
 from torch.utils.checkpoint import checkpoint
 
@@ -625,6 +626,48 @@ def chosen_before_sharding() -> str:
     with pytest.raises(UnsupportedTensorError) as refused:
         of(*batches(1))
     return str(refused.value)
+
+
+def embedding() -> nn.Module:
+    return nn.Embedding(5, WIDTH, max_norm=1.0)
+
+
+def normed() -> nn.BatchNorm1d:
+    return nn.BatchNorm1d(WIDTH)
+
+
+def weight_normed() -> nn.Module:
+    return torch.nn.utils.weight_norm(nn.Linear(WIDTH, WIDTH))
+
+
+def spectral_normed() -> nn.Module:
+    return torch.nn.utils.spectral_norm(nn.Linear(WIDTH, WIDTH))
+
+
+def pruned() -> nn.Module:
+    return prune.l1_unstructured(nn.Linear(WIDTH, WIDTH), "weight", 0.5)
+
+
+@pytest.mark.filterwarnings("ignore:.*weight_norm.* is deprecated:FutureWarning")
+@pytest.mark.parametrize("make", [embedding, normed, weight_normed, spectral_normed, pruned])
+def test_forwards_that_write_or_have_other_tensors_are_refused(make: Callable[[], nn.Module]) -> None:
+    module = make().bfloat16()
+    if make in (weight_normed, spectral_normed, pruned):
+        module(torch.randn(3, WIDTH).bfloat16())
+    with pytest.raises(UnsupportedTensorError, match=r"max_norm|computes with torch\.bfloat16"):
+        full_precision_forward(module)
+    assert "forward" not in vars(module)
+
+
+def test_the_remedy_for_a_batch_norm() -> None:
+    module, exact = normed().bfloat16(), nn.BatchNorm1d(WIDTH)
+    for name, buffer in module.named_buffers():
+        setattr(module, name, buffer.float() if buffer.is_floating_point() else buffer)
+    full_precision_forward(module)
+    x = torch.randn(16, WIDTH).bfloat16()
+    assert torch.equal(module(x), exact(x.float()).bfloat16())
+    buffers = zip(module.buffers(), exact.buffers(), strict=True)
+    assert all(torch.equal(one, other) for one, other in buffers)
 
 
 def test_modules_that_are_sharded_later_are_refused(two_processes: Processes) -> None:
