@@ -1,0 +1,316 @@
+"""Features two by two: 20 steps against float64, and the bits of a resume in the middle; or a refusal.
+
+Gradients are drawn, so that each program has the same, whatever its weights are: what differs from float64
+is the optimizer's part alone.
+"""
+
+from __future__ import annotations
+
+import copy
+import io
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+
+import collage_fx
+from collage_fx import assign, backend_of, full_value, install, offload, step_in_backward
+from collage_fx.errors import CollageError
+
+SHAPES = ((64, 64), (33,), (8, 3, 3, 3), (1,), (64, 64), (128, 16))
+STEPS, RESUMED = 20, 10
+
+
+class Weighted(nn.Module):
+    """The sum of a weight's elements, times a given tensor, which is so the gradient."""
+
+    def __init__(self, shape: Sequence[int]) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(shape))
+
+    def forward(self, gradient: Tensor) -> Tensor:
+        wide = torch.promote_types(self.weight.dtype, torch.float32)
+        total: Tensor = (self.weight.to(wide) * gradient.to(wide)).sum()
+        return total
+
+
+class Branching(Optimizer):
+    """Adam's recurrences behind a condition on a value, so that its step is recorded."""
+
+    def __init__(self, params: Any, lr: float) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is None or float(p.grad.abs().max()) > 1e9:
+                    continue
+                state = self.state[p]
+                if not state:
+                    state["slow"], state["square"] = torch.zeros_like(p), torch.ones_like(p)
+                state["slow"].lerp_(p.grad, 0.1)
+                state["square"].mul_(0.99).addcmul_(p.grad, p.grad, value=0.01)
+                p.addcdiv_(state["slow"], state["square"].sqrt(), value=-group["lr"])
+
+
+@dataclass
+class Program:
+    """A training with features.
+
+    Attributes:
+        dtype: dtype of the model; float64 for the reference, which has no features of ours.
+    """
+
+    features: tuple[Feature, ...]
+    dtype: torch.dtype = torch.bfloat16
+    model: Any = None
+    optimizer: Any = None
+    average: Any = None
+    copy: dict[str, Tensor] = field(default_factory=dict)
+    expected: list[Tensor] = field(default_factory=list)
+    passes: int = 1
+
+    @property
+    def is_exact(self) -> bool:
+        return self.dtype is torch.float64
+
+    def begin(self) -> None:
+        """Make the model and the optimizer, and what the features make of them."""
+        torch.manual_seed(0)
+        self.model = nn.ModuleList(map(Weighted, SHAPES)).to(torch.bfloat16).to(self.dtype)
+        makes = [each.optimizer for each in self.features if each.optimizer is not None]
+        make = makes[0] if makes else lambda of: torch.optim.AdamW(of, lr=1e-4)
+        self.optimizer = make(self.model.parameters())
+        self.passes = max(each.passes for each in self.features)
+        if not self.is_exact:
+            options: dict[str, Any] = {}
+            for each in self.features:
+                options |= each.options
+            install(self.optimizer, **options)
+        for each in self.features:
+            each.begin(self)
+
+    def step(self, i: int) -> None:
+        self.take(i)
+        for feature in self.features:
+            feature.after_step(self, i)
+
+    def take(self, i: int) -> None:
+        """Take a step, without what features do after it."""
+        for k in range(self.passes):
+            generator = torch.Generator().manual_seed(100 * i + k)
+            losses = []
+            for each, shape in zip(self.model, SHAPES, strict=True):
+                gradient = torch.randn(shape, generator=generator).bfloat16()
+                # Powers of two, so that sums of 16-bit gradients are exact in any order.
+                gradient = gradient.sign() * 2.0 ** gradient.abs().mul(3).round().neg()
+                losses.append(each(gradient.to(self.dtype)))
+            torch.stack(losses).sum().backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    def values(self) -> list[Tensor]:
+        found = [full_value(p) for p in self.model.parameters()]
+        if self.average is not None:
+            found += [full_value(p) for p in self.average.module.parameters()]
+        return found
+
+    def save(self) -> bytes:
+        file = io.BytesIO()
+        average = None if self.average is None else self.average.state_dict()
+        torch.save((self.model.state_dict(), self.optimizer.state_dict(), average), file)
+        return file.getvalue()
+
+    def load(self, saved: bytes) -> None:
+        weights, state, average = torch.load(io.BytesIO(saved))
+        self.model.load_state_dict(weights)
+        self.optimizer.load_state_dict(state)
+        if average is not None:
+            self.average.load_state_dict(average)
+
+
+def nothing(program: Program) -> None:
+    pass
+
+
+def nothing_after(program: Program, i: int) -> None:
+    pass
+
+
+@dataclass(frozen=True, eq=False)
+class Feature:
+    """What a program uses.
+
+    Attributes:
+        name: its name.
+        options: options of ``install``.
+        optimizer: makes the optimizer of parameters; None for AdamW.
+        begin: called when the optimizer is installed.
+        after_step: called after each step, also of the exact program.
+        passes: backward passes before a step.
+    """
+
+    name: str
+    options: dict[str, Any] = field(default_factory=dict)
+    optimizer: Callable[[Any], Optimizer] | None = None
+    begin: Callable[[Program], None] = nothing
+    after_step: Callable[[Program, int], None] = nothing_after
+    passes: int = 1
+
+
+def begin_offload(program: Program) -> None:
+    if not program.is_exact:
+        offload(program.optimizer, accumulate=program.passes, bucket_bytes=4096)
+
+
+def begin_release(program: Program) -> None:
+    if not program.is_exact:
+        step_in_backward(program.model, program.optimizer, accumulate=program.passes, bucket_bytes=4096)
+
+
+def copy_changes(program: Program, i: int) -> None:
+    """A copy that gets the changed weights has the bits of the model."""
+    if program.is_exact:
+        return
+    found = collage_fx.changes(program.model)
+    state = program.model.state_dict()
+    if not program.copy:
+        program.copy.update({name: torch.zeros_like(tensor) for name, tensor in state.items()})
+    collage_fx.apply_changes(program.copy, found)
+    assert all(torch.equal(tensor, program.copy[name]) for name, tensor in state.items())
+
+
+def begin_full_precision(program: Program) -> None:
+    if not program.is_exact:
+        collage_fx.full_precision_forward(program.model)
+
+
+def read_forward(program: Program, i: int) -> None:
+    """The forward pass computes with hi + lo."""
+    if not program.is_exact:
+        for each in program.model:
+            one = torch.zeros(each.weight.numel())
+            one[0] = 1.0
+            found = each(one.view(each.weight.shape))
+            assert float(found.detach()) == float(full_value(each.weight).float().flatten()[0])
+
+
+def read_metrics(program: Program, i: int) -> None:
+    if i == STEPS - 1 and not program.is_exact:
+        assert backend_of(program.optimizer).report().metrics
+
+
+@torch.no_grad()
+def clamp(program: Program, i: int) -> None:
+    for p in program.model.parameters():
+        if program.is_exact:
+            p.clamp_(-1.5, 1.5).mul_(1 - 2.0**-10)
+        else:
+            assign(p, full_value(p).clamp(-1.5, 1.5) * (1 - 2.0**-10))
+
+
+def read_full_state(program: Program, i: int) -> None:
+    if not program.is_exact:
+        found = collage_fx.full_state_dict(program.model)
+        for name, p in program.model.named_parameters():
+            assert torch.equal(found[name], full_value(p).float())
+
+
+def begin_average(program: Program) -> None:
+    program.average = AveragedModel(program.model, multi_avg_fn=get_ema_multi_avg_fn(0.9))
+
+
+def follow(program: Program, i: int) -> None:
+    program.average.update_parameters(program.model)
+
+
+def step_copy(program: Program, i: int) -> None:
+    """A deep copy takes the same step."""
+    if program.is_exact:
+        return
+    if i == 5:
+        of, optimizer = copy.deepcopy((program.model, program.optimizer))
+        copied = Program(program.features, model=of, optimizer=optimizer, passes=program.passes)
+        copied.take(i + 1)
+        program.expected = copied.values()
+    if i == 6:
+        now = [full_value(p) for p in program.model.parameters()]
+        if not any(each.name == "assign" for each in program.features):  # which comes after the step
+            assert all(map(torch.equal, program.expected, now)), "a copy has other bits"
+
+
+FEATURES = [
+    Feature("offload", begin=begin_offload),
+    Feature("in backward", begin=begin_release),
+    Feature("changes", options={"track_changes": True}, after_step=copy_changes),
+    Feature("full precision", begin=begin_full_precision, after_step=read_forward),
+    Feature("metrics", options={"metrics": True}, after_step=read_metrics),
+    Feature("assign", after_step=clamp),
+    Feature("full state", after_step=read_full_state),
+    Feature("average", begin=begin_average, after_step=follow),
+    Feature("copies", after_step=step_copy),
+    Feature("accumulation", passes=2),
+    Feature("recorded", optimizer=lambda of: Branching(of, lr=1e-4)),
+    Feature("8 bytes", options={"bytes_per_parameter": 8}),
+    Feature("5.1 bytes", options={"bytes_per_parameter": 5.1}),
+    Feature("full, mcf", options={"strategy": "full", "error_format": "mcf"}),
+    Feature("light, byte", options={"strategy": "light", "error_format": "byte"}),
+]
+BY_NAME = {each.name: each for each in FEATURES}
+
+#: Pairs that exclude each other: both are ways to step, or choose the formats.
+EXCLUDED = [{"offload", "in backward"}, {"8 bytes", "5.1 bytes", "full, mcf", "light, byte"}]
+
+
+def pairs() -> Iterator[tuple[str, str]]:
+    for one, other in itertools.combinations(BY_NAME, 2):
+        if not any({one, other} <= group for group in EXCLUDED):
+            yield one, other
+
+
+def check(one: str, other: str) -> str:
+    """Try a pair; return "right", or the message of the refusal."""
+    features = BY_NAME[one], BY_NAME[other]
+    exact = Program(features, torch.float64)
+    exact.begin()
+    start = exact.values()
+    for i in range(STEPS):
+        exact.step(i)
+    program = Program(features)
+    try:
+        program.begin()
+        for i in range(STEPS):
+            if i == RESUMED:
+                saved = program.save()
+            program.step(i)
+    except CollageError as refusal:
+        return str(refusal)
+    moved = torch.cat([(a - b).flatten() for a, b in zip(exact.values(), start, strict=True)])
+    error = torch.cat([(a - b).flatten() for a, b in zip(program.values(), exact.values(), strict=True)])
+    assert float(error.norm() / moved.norm()) < 0.05, "plain bfloat16 has about 1"
+    resumed = Program(features)
+    resumed.begin()
+    resumed.load(saved)
+    for i in range(RESUMED, STEPS):
+        resumed.step(i)
+    names = [name for name, _ in program.model.named_parameters()] * 2
+    differ = [
+        name
+        for name, a, b in zip(names, program.values(), resumed.values(), strict=False)
+        if not torch.equal(a, b)
+    ]
+    assert not differ, "a resumed run has other bits"
+    return "right"
+
+
+@pytest.mark.rotating
+@pytest.mark.parametrize(("one", "other"), list(pairs()))
+def test_a_pair_is_right_or_refused(one: str, other: str) -> None:
+    assert check(one, other) == "right"
