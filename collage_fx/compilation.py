@@ -93,6 +93,7 @@ from collage_fx.state import (
     choose_new,
     has_error_terms,
     held_per_parameter,
+    host_twin,
     known_tensors,
     note_compiled,
     noting_steps,
@@ -529,6 +530,7 @@ class Compilation:
         That is an update, or a value of weights that leaves the graph.
         """
         updated = copies_to_inputs(gm.graph)
+        self._refuse_offloaded(gm, infos, repetition)
         self.read_rounded = self._read_rounded(gm, infos, repetition)
         if any(is_low_precision_tensor(node) for node in updated):
             return None
@@ -557,6 +559,26 @@ class Compilation:
             if i in positions or _input_has_error_terms(infos[repetition.copies[i][0]])
         }
         return not values_of_weights(gm.graph, whole).isdisjoint(gm.graph.output_node().all_input_nodes)
+
+    def _refuse_offloaded(self, gm: GraphModule, infos: Sequence[InputInfo], repetition: Repetition) -> None:
+        """Raise, or warn, if a graph keeps values of offloaded weights, whose error terms are elsewhere."""
+        offloaded = {}
+        for position, node in enumerate(placeholders(gm.graph)):
+            info = infos[repetition.copies[position][0]]
+            if info.tensor is not None and host_twin(info.tensor) is not info.tensor:
+                offloaded[node] = info.name
+        stores = copies_to_inputs(gm.graph)
+        kept = {*stores, *map(stored, stores.values()), *gm.graph.output_node().all_input_nodes}
+        used = (values_of_weights(gm.graph, offloaded) | offloaded.keys()) & kept if offloaded else ()
+        if used and self.options.strategy != "none":
+            refusal = UncompensatedParameterError(
+                "a compiled function reads or writes a weight of an offloaded optimizer, whose error terms "
+                "are in host memory",
+                where=next((offloaded[node] for node in used if node in offloaded), self.subject),
+                remedy="leave the function to eager torch, with collage_fx.full_value(p, torch.float32) "
+                "where it reads p and collage_fx.assign(p, value) where it writes p",
+            )
+            raise_or_warn(self, refusal, strict=self.options.strict)
 
     def _read_rounded(self, gm: GraphModule, infos: Sequence[InputInfo], repetition: Repetition) -> list[int]:
         """Return the positions of arguments that may be detached weights whose values outlive the graph."""

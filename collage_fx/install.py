@@ -256,6 +256,9 @@ class Release(Protocol):
     def remove(self) -> None:
         """Make the optimizer step after the backward pass again."""
 
+    def refuse_copy(self) -> None:
+        """Raise if a copy of the optimizer would not step a copy of the model."""
+
 
 class CompiledStep:
     """The ``step`` of an installed optimizer: its closure, then the compiled step.
@@ -462,9 +465,18 @@ def _drop_terms_of_state(optimizer: Optimizer, before: Options, now: Options) ->
         )
 
 
+def _backend_of_copies(optimizer: Optimizer) -> CollageBackend | None:
+    """Return the backend that copies and pickles of an optimizer are installed with; None for no backend."""
+    if not isinstance(step := own_step(optimizer), CompiledStep):
+        return None
+    if step.release is not None:
+        step.release.refuse_copy()
+    return step.backend
+
+
 carry_along(
     "backend",
-    lambda optimizer: getattr(own_step(optimizer), "backend", None),
+    _backend_of_copies,
     lambda copy, backend: install(copy, backend=backend),
 )
 

@@ -29,7 +29,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import Unpack
 
-from collage_fx.errors import UnsupportedTensorError
+from collage_fx.errors import UnsupportedOptimizerError, UnsupportedTensorError
 from collage_fx.gradient_release import (
     Clip,
     GradientRelease,
@@ -258,6 +258,16 @@ class Offload(GradientRelease):
                 on_device = self._device_of[id(twin)]
                 with uploading(on_device):
                     self._link_to[on_device.device].upload(on_device, twin)
+
+    def refuse_copy(self) -> None:
+        """Raise: a copy of the twins would step no copy of the model."""
+        raise UnsupportedOptimizerError(
+            "an offloaded optimizer is copied, or pickled: it works with tensors in host memory, so the copy "
+            "would step no model",
+            where=f"a copy of {type(self._optimizer).__name__}",
+            remedy="copy the model, make an optimizer of the copy, and give it the state: "
+            "other.load_state_dict(optimizer.state_dict())",
+        )
 
     def remove(self) -> None:
         """Move the optimizer back to the device, with its state and error terms."""

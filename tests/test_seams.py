@@ -6,6 +6,7 @@ Each case is compared, bit by bit, with the same program that steps after the ba
 from __future__ import annotations
 
 import copy
+import pickle
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -17,7 +18,7 @@ from torch.optim import Optimizer
 
 import collage_fx
 from collage_fx import full_value, install, offload, step_in_backward
-from collage_fx.errors import GradientReleaseError
+from collage_fx.errors import GradientReleaseError, UnsupportedOptimizerError
 from tests.test_gradient_release import adamw, assert_same
 
 Way = Callable[[nn.Module, Optimizer], object]
@@ -317,6 +318,26 @@ def test_a_resume_that_is_read_before_its_first_step(reads: bool) -> None:
     if reads:
         assert_same({name: full_value(p) for name, p in other.named_parameters()}, expected)
     for each, its in ((of, optimizer), (other, resumed)):
+        backward(each, 3)
+        its.step()
+    assert_same(*({name: full_value(p) for name, p in each.named_parameters()} for each in (of, other)))
+
+
+@pytest.mark.parametrize("how", [copy.deepcopy, pickle.dumps])
+def test_copies_of_offloaded_optimizers_are_refused_with_a_way_out(how: Callable[[Any], Any]) -> None:
+    of = network()
+    optimizer = adamw(of.parameters())
+    offload(optimizer)
+    for step in range(3):
+        backward(of, step)
+        optimizer.step()
+        optimizer.zero_grad()
+    with pytest.raises(UnsupportedOptimizerError, match=r"other\.load_state_dict\(optimizer\.state_dict"):
+        how((of, optimizer))
+    other = copy.deepcopy(of)
+    copied = install(adamw(other.parameters()))
+    copied.load_state_dict(optimizer.state_dict())
+    for each, its in ((of, optimizer), (other, copied)):
         backward(each, 3)
         its.step()
     assert_same(*({name: full_value(p) for name, p in each.named_parameters()} for each in (of, other)))

@@ -342,7 +342,7 @@ def _save_by_own(optimizer: Optimizer, method: Callable[..., Any], *args: Any, *
         or any(format_name == KEPT for format_name, _ in auxiliaries)
         for (format_name, auxiliary), tensor in auxiliaries.items()
     }
-    along = _for_files(_along(optimizer))
+    along = _along(optimizer, PREFIX)
     return {**made, **({SHARED: table} if table else {}), **along} if table or along else made
 
 
@@ -372,7 +372,7 @@ def _with_entries(optimizer: Optimizer, saved: StateDict) -> StateDict:
             # A new dictionary: the one in ``saved`` is the optimizer's own.
             state[key] = {**_as_dictionary(state.get(key)), **entries}
     shared = dict(_keyed_auxiliaries(_shared(optimizer)))
-    along = _for_files(_along(optimizer))
+    along = _along(optimizer, PREFIX)
     return {**saved, "state": state, **({SHARED: shared} if shared else {}), **along}
 
 
@@ -475,14 +475,14 @@ def _carried(optimizer: Optimizer) -> StateDict:
     return {**({SHARED: pickled} if pickled else {}), **_along(optimizer)}
 
 
-def _along(optimizer: Optimizer) -> StateDict:
-    """Return the values of :func:`carry_along`."""
-    along = {name: value(optimizer) for name, (value, _) in _carried_along.items()}
-    return {name: value for name, value in along.items() if value is not None}
+def _along(optimizer: Optimizer, prefix: str = "") -> StateDict:
+    """Return the values of :func:`carry_along`; with a prefix, those whose name has it, as in state dicts."""
+    found = {name: value(optimizer) for name, (value, _) in _carried_along.items() if name.startswith(prefix)}
+    return {name: value for name, value in found.items() if value is not None}
 
 
 def _for_files(values: Mapping[str, Any]) -> StateDict:
-    """Return the values of :func:`carry_along` that state dicts hold."""
+    """Return the values of :func:`carry_along` that a state dict holds."""
     return {name: values[name] for name in _carried_along if name in values and name.startswith(PREFIX)}
 
 
