@@ -154,10 +154,10 @@ def _refuse_other_tensors(module: nn.Module) -> None:
             remedy="leave this module out, or set max_norm=None and scale the rows after the step, by "
             "collage_fx.assign",
         )
-    held = {**dict(module.named_buffers(recurse=False)), **vars(module)}
-    for name, tensor in held.items():
+    buffers = dict(module.named_buffers(recurse=False))
+    for name, tensor in {**buffers, **vars(module)}.items():
         if isinstance(tensor, Tensor) and is_low_precision(tensor.dtype):
-            is_buffer = name in dict(module.named_buffers(recurse=False))
+            is_buffer = name in buffers
             raise UnsupportedTensorError(
                 f"a {kind} that computes with {tensor.dtype}, in {'a buffer' if is_buffer else 'a tensor'} "
                 "beside its parameters",

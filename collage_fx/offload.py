@@ -199,9 +199,10 @@ class Offload(GradientRelease):
 
     def _twin_of(self, parameter: Tensor) -> torch.nn.Parameter:
         """Return a copy of a parameter in host memory."""
-        link = self._link_to.setdefault(parameter.device, self._connect(parameter.device))
+        if parameter.device not in self._link_to:
+            self._link_to[parameter.device] = self._connect(parameter.device)
         with torch.no_grad():
-            made = link.host_like(parameter.detach())
+            made = self._link_to[parameter.device].host_like(parameter.detach())
             made.copy_(parameter)
         twin = torch.nn.Parameter(made, parameter.requires_grad)
         if (dtype := gradient_dtype(parameter)) is not parameter.dtype:
