@@ -63,11 +63,18 @@ class _Records:
 
     Attributes:
         version: object that is replaced when a record is dropped or given other buffers.
+        events: number of steps that have ended, and of times that error terms have been declared to be right.
         settle_written: function of a tensor that drops its error terms if the program has written to it.
     """
 
     version = object()
+    events = 0
     settle_written: Callable[[Tensor], None]
+
+    def next_event(self) -> int:
+        """Count an event, and return its number."""
+        self.events += 1
+        return self.events
 
 
 _RECORDS = _Records()
@@ -82,6 +89,11 @@ PART = 1 << 20
 def buffers_version() -> object:
     """Return an object that stays the same as long as all records exist, with the same buffers."""
     return _RECORDS.version
+
+
+def next_event() -> int:
+    """Return a larger number at each call: which of two events was the later."""
+    return _RECORDS.next_event()
 
 
 def settle_before_reading(settle: Callable[[Tensor], None]) -> None:
@@ -106,6 +118,7 @@ class ErrorTermRecord:
         is_new: whether the buffers come from the step that made the tensor, and no step that updates the
             tensor has been compiled.
         accepted: version of hi that the buffers have been declared to belong to, other than by a step.
+        accepted_at: number of that event: :func:`next_event`.
     """
 
     format: ErrorFormat
@@ -118,6 +131,7 @@ class ErrorTermRecord:
     is_used: bool = False
     is_new: bool = False
     accepted: int = -1
+    accepted_at: int = -1
     _settle: Callable[[], None] | None = None
 
     def __del__(self, records: _Records = _RECORDS) -> None:
@@ -144,7 +158,7 @@ class ErrorTermRecord:
         """Declare that the error terms belong to hi: they have been checked, or replaced."""
         self.claim = self._settle = None
         if (tensor := self.owner()) is not None and not is_packed(tensor):
-            self.accepted = version_of(tensor)
+            self.accepted, self.accepted_at = version_of(tensor), next_event()
 
     def settle(self) -> None:
         """Check error terms before they are read: they may be of values that have been overwritten since."""

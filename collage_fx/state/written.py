@@ -23,16 +23,18 @@ from __future__ import annotations
 import warnings
 from array import array
 from collections.abc import Callable, Sequence
-from operator import is_
+from operator import attrgetter, is_
 
 from torch import Tensor
 
 from collage_fx.codegen import PEEKED, Peek, is_library_loaded
 from collage_fx.state.changed import note_write
 from collage_fx.state.claims import some
-from collage_fx.state.error_terms import ErrorTermRecord, record_of, same_elements
+from collage_fx.state.error_terms import ErrorTermRecord, next_event, record_of, same_elements
 from collage_fx.state.packed import PackedTensor
 from collage_fx.torch_compat import local_tensor, version_of
+
+_IS_ON_CPU = attrgetter("is_cpu")
 
 #: Number of steps in which all state tensors are checked, a part each time.
 TURNS = 8
@@ -64,9 +66,11 @@ class WriteDetector:
         self._subject = subject
         self._copies: dict[int, Tensor] = {}
         self._versions: list[int] = []
+        self._noted_at = 0
         self._elements: array[int] | None = None
         self._peek: Peek | None = None
         self._strides: list[tuple[int, ...]] = []
+        self._lengths: list[int] = []
 
     def take_over(self, other: WriteDetector) -> bool:
         """Take over the knowledge of an earlier detector; return whether it had the same parameters."""
@@ -75,6 +79,7 @@ class WriteDetector:
         if is_of_same:
             self._copies, self._peek, self._strides = other._copies, other._peek, other._strides
             self._versions, self._elements = other._versions, other._elements
+            self._noted_at = other._noted_at
         return is_of_same
 
     def has_one_of(self, tensors: set[int]) -> bool:
@@ -83,15 +88,18 @@ class WriteDetector:
 
     def note(self) -> None:
         """Note versions and elements after a step."""
+        if self._peek is not None and self._lengths != [*map(Tensor.numel, self.tensors)]:
+            self._peek = None
         if self._peek is None and is_library_loaded() and _are_in_host_memory(self.tensors):
             self._peek = Peek(self.tensors)
             self._strides = [each.stride() for each in self.tensors]
-        self._versions = [*map(version_of, self.tensors)]
+            self._lengths = [*map(Tensor.numel, self.tensors)]
+        self._versions, self._noted_at = [*map(version_of, self.tensors)], next_event()
         if self._state:
             self._turn = (self._turn + 1) % len(self._state)
             self._looked_at = self._state[self._turn]
             self._state_versions = _versions_of(self._looked_at)
-        self._elements = None if self._peek is None else self._peek(self.tensors)
+        self._elements = self._sampled()
         for i, copy in self._copies.items():
             copy.copy_(local_tensor(self.tensors[i].detach()))
 
@@ -99,7 +107,7 @@ class WriteDetector:
         """Return whether the last step may have been the last to write to a tensor; True for state."""
         i = self._positions.get(id(tensor))
         if i is not None and self._versions:
-            now = None if self._peek is None else Peek([tensor])([tensor])
+            now = self._sampled_of(i)
             return version_of(tensor) == self._versions[i] and self._has_same_elements(i, now)
         return any(each is tensor for part in self._state for each in part)
 
@@ -123,12 +131,24 @@ class WriteDetector:
 
     def written(self) -> list[Tensor]:
         """Return the parameters whose sampled elements have changed since the last step."""
-        if self._elements is None or self._peek is None:
+        if (now := self._sampled()) is None:
             return []
-        now = self._peek(self.tensors)
         return [
             tensor for i, tensor in enumerate(self.tensors) if not self._has_same_elements(i, now[_part(i)])
         ]
+
+    def _sampled(self) -> array[int] | None:
+        """Return sampled elements of all parameters; None if they are elsewhere, or have other sizes now."""
+        if self._peek is None or self._lengths != [*map(Tensor.numel, self.tensors)]:
+            return None
+        return self._peek(self.tensors) if all(map(_IS_ON_CPU, self.tensors)) else None
+
+    def _sampled_of(self, i: int) -> array[int] | None:
+        """Return sampled elements of one parameter, as :meth:`_sampled` does."""
+        one = self.tensors[i]
+        if self._peek is None or self._lengths[i] != one.numel() or not one.is_cpu:
+            return None
+        return Peek([one])([one])
 
     def _has_same_elements(self, i: int, now: array[int] | None) -> bool:
         """Return whether a parameter's sampled elements are the same; True if its layout has changed."""
@@ -138,7 +158,7 @@ class WriteDetector:
 
     def _is_accepted(self, i: int, record: ErrorTermRecord) -> bool:
         """Return whether a parameter's error terms have been declared to be right since the last step."""
-        return record.accepted == version_of(self.tensors[i]) != self._versions[i]
+        return record.accepted == version_of(self.tensors[i]) and record.accepted_at > self._noted_at
 
     def settle(self, is_written_elsewhere: Callable[[Tensor], bool], *, is_in_place: bool) -> None:
         """Drop the error terms of values that are gone; warn once for each parameter.
@@ -152,7 +172,7 @@ class WriteDetector:
             if of_state != self._state_versions:
                 self._settle_state(of_state, is_written_elsewhere)
         versions = [*map(version_of, self.tensors)]
-        elements = None if self._peek is None else self._peek(self.tensors)
+        elements = self._sampled()
         if not self._versions or (versions == self._versions and elements == self._elements):
             return
         as_left = [
@@ -166,7 +186,7 @@ class WriteDetector:
         i = self._positions.get(id(tensor))
         if i is None or not self._versions:
             return
-        elements = None if self._peek is None else Peek([tensor])([tensor])
+        elements = self._sampled_of(i)
         if version_of(tensor) == self._versions[i] and self._has_same_elements(i, elements):
             return
         self._settle_parameters([i], is_written_elsewhere)
