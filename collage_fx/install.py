@@ -116,7 +116,7 @@ def install(
             others, which are installed then. Or a class of your own, as by a decorator: each of its
             optimizers is installed when it is made.
         backend: a backend for several optimizers, with one report. By default each optimizer has its own,
-            which :func:`backend_of` returns, and keeps it if it is installed again.
+            which :func:`backend_of` returns; installed again, it has another, with the same options.
         options: options of :class:`CollageBackend`, such as ``strategy="light"``, for a backend of its own.
 
     Returns:
@@ -148,8 +148,16 @@ def install(
         _refuse_without_step(each)
         refuse_devices(each)
     for each in stepped:
-        _install(each, chosen if is_asked else kept_backend(each) or chosen)
+        _install(each, chosen if is_asked else _renewed(each) or chosen)
     return optimizer
+
+
+def _renewed(optimizer: Optimizer) -> CollageBackend | None:
+    """Return a backend with an installed optimizer's options, which compiles anew; None for no options."""
+    backend = kept_backend(optimizer)
+    if backend is None:
+        return None
+    return CollageBackend(**{name: getattr(backend.options, name) for name in Options.__dataclass_fields__})
 
 
 def join(
