@@ -248,7 +248,7 @@ class GradientRelease:
         self._compiled.release = None
 
     def refuse_copy(self) -> None:
-        """Allow copies of the optimizer: they step after the backward pass."""
+        """Accept copies of the optimizer, which step after the backward pass."""
 
     def finish(self, step: Callable[[], Any]) -> Any:
         """Step the parameters that are left, at the program's ``optimizer.step()``; return the step's result.

@@ -476,7 +476,7 @@ def _carried(optimizer: Optimizer) -> StateDict:
 
 
 def _along(optimizer: Optimizer, prefix: str = "") -> StateDict:
-    """Return the values of :func:`carry_along`; with a prefix, those whose name has it, as in state dicts."""
+    """Return the values of :func:`carry_along` whose names have a prefix, as in state dicts."""
     found = {name: value(optimizer) for name, (value, _) in _carried_along.items() if name.startswith(prefix)}
     return {name: value for name, value in found.items() if value is not None}
 
