@@ -22,6 +22,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import wait as wait_for
 from typing import Any, Protocol
 
 import torch
@@ -244,13 +245,23 @@ class Offload(GradientRelease):
         for p, twin in self.twins:
             if p.grad is not None:  # it came before the parameter was the optimizer's
                 self.begin(p, twin)
-        jobs, self._jobs = self._jobs, []
-        for job in jobs:
-            job.result()
+        self._wait()
         returned = super().finish(step)
         for link in self._link_to.values():
             link.settle()
         return returned
+
+    def _wait(self) -> None:
+        """Wait for the thread; raise what has failed there, when nothing runs any more."""
+        jobs, self._jobs = self._jobs, []
+        try:
+            for job in jobs:
+                job.result()
+        except BaseException:
+            for job in jobs:
+                job.cancel()
+            wait_for(jobs)
+            raise
 
     def hand_on(self, parameters: Sequence[Tensor]) -> None:
         """Copy the values of stepped twins to the device."""
@@ -292,9 +303,8 @@ class Offload(GradientRelease):
             on_host = link.host_like(gradient)
             wait = link.download(on_host, gradient)
         parameter.grad = None
-        for job in self._jobs:
-            if job.done():
-                job.result()  # raises what has failed
+        if any(job.done() and job.exception() for job in self._jobs):
+            self._wait()
         self._jobs.append(self._worker.submit(self._arrive, twin, on_host, wait, is_complete))
 
     def _arrive(self, twin: Tensor, gradient: Tensor, wait: Callable[[], None], is_complete: bool) -> None:
