@@ -13,7 +13,7 @@ freed. ``optimizer.step()``, which the program calls as before, steps the parame
   Note [Members that come and go] in ``capture/members.py``. Steps that do not consist of rows are recorded.
 * What a step changes for all parameters at once must change once: a counter in ``param_groups``, or an
   attribute of the optimizer. Each part of a step begins with the values that the first part began with
-  (:class:`_CommonValues`).
+  (:class:`CommonValues`).
 * An optimizer that computes something from all gradients cannot be stepped so. This is found out by
   experiment (:func:`refuse_joint`): small copies are stepped together and apart.
 """
@@ -189,7 +189,7 @@ class GradientRelease:
         self._stepped: set[int] = set()
         self._passes: defaultdict[int, int] = defaultdict(int)
         self._norms: list[Tensor] = []
-        self._common: _CommonValues | None = None
+        self._common: CommonValues | None = None
         self._parts: list[_Part] = []
         self._lock = threading.RLock()
         self._is_first = True
@@ -325,7 +325,7 @@ class GradientRelease:
         some = {id(p): p for p in parameters if p.grad is not None}
         others = [(p, p.grad) for p in self._parameters if id(p) not in some]
         if self._common is None:
-            self._common = _CommonValues(self._optimizer)
+            self._common = CommonValues(self._optimizer)
         else:
             self._common.restore()
         for parameter, gradient in others:
@@ -410,7 +410,7 @@ class _Part:
         self.step = step
 
 
-class _CommonValues:
+class CommonValues:
     """Values that a step changes once, for all parameters: numbers in groups, and attributes.
 
     Args:
@@ -419,7 +419,8 @@ class _CommonValues:
 
     def __init__(self, optimizer: Optimizer) -> None:
         self._holders: list[dict[str, Any]] = [*optimizer.param_groups, vars(optimizer)]
-        self._after: list[dict[str, Any]] = []
+        self._after = [_comparable(group) for group in optimizer.param_groups]
+        self._is_begun = False
         self._before = [
             {key: (each, each.detach().clone() if isinstance(each, Tensor) else each) for key, each in found}
             for found in map(_numbers_in, self._holders)
@@ -427,19 +428,18 @@ class _CommonValues:
 
     def note_after(self) -> None:
         """Note the values that the first part of the step has left; the other parts leave the same."""
-        if not self._after:
-            self._after = [_comparable(group) for group in self._holders[:-1]]
-        else:
+        if self._is_begun:
             self.refuse_changes()
+        self._is_begun, self._after = True, [_comparable(group) for group in self._holders[:-1]]
 
     def refuse_changes(self) -> None:
-        """Raise if the program has changed a number of a group since a part of the step was taken."""
+        """Raise if the program has changed a number of a group since the step, or a part of it, was begun."""
         for i, (group, after) in enumerate(zip(self._holders[:-1], self._after, strict=False)):
             for name, value in _comparable(group).items():
                 if value != after.get(name, value):
                     raise GradientReleaseError(
-                        f"the program has changed {name!r} from {after[name]} to {value} after parameters "
-                        "were stepped in the backward pass",
+                        f"the program has changed {name!r} from {after[name]} to {value} while parameters "
+                        "are stepped, which begins in the backward pass",
                         where=f"param_groups[{i}][{name!r}]",
                         remedy="change it before backward()",
                     )
@@ -548,7 +548,7 @@ def _moved(optimizer: Optimizer, *, apart: bool) -> list[Tensor]:
     for _ in range(STEPS):
         # Gradients differ in size: else a mean over all of them would be that of each.
         gradients = [drawn(p.shape, p.device) * 10.0 ** (i % 3 - 1) for i, p in enumerate(chosen)]
-        common = _CommonValues(clone)
+        common = CommonValues(clone)
         for i, part in enumerate([[p] for p in chosen] if apart else [chosen]):
             if i:
                 common.restore()

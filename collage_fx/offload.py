@@ -33,6 +33,7 @@ from typing_extensions import Unpack
 from collage_fx.errors import UnsupportedOptimizerError, UnsupportedTensorError
 from collage_fx.gradient_release import (
     Clip,
+    CommonValues,
     GradientRelease,
     refuse_joint,
     refuse_options,
@@ -252,7 +253,7 @@ class Offload(GradientRelease):
         return returned
 
     def _wait(self) -> None:
-        """Wait for the thread; raise what has failed there, when nothing runs any more."""
+        """Wait until nothing runs in the thread, and raise its first exception."""
         jobs, self._jobs = self._jobs, []
         try:
             for job in jobs:
@@ -298,6 +299,8 @@ class Offload(GradientRelease):
         gradient = parameter.grad
         assert gradient is not None
         link, is_complete = self._link_to[parameter.device], self.is_last_pass(twin)
+        if is_complete and self._common is None:  # the thread may be late
+            self._common = CommonValues(self._optimizer)
         host_twin(parameter)  # of what the program has written since the last step
         with torch.no_grad():
             on_host = link.host_like(gradient)
