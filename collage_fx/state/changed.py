@@ -67,7 +67,7 @@ class ChangedElements:
 
     def lacking(self, reader: str) -> Tensor | None:
         """Return the bitmap of elements that a reader lacks; None = all."""
-        if self.words.numel() and self.readers:
+        if self.words.numel():
             self.readers = {
                 name: None if lacks is None else self.words | lacks if lacks.numel() else self.words.clone()
                 for name, lacks in self.readers.items()

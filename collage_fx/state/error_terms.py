@@ -537,10 +537,11 @@ def _convert(tensor: Tensor, error_format: ErrorFormat) -> None:
     found = record_of(tensor)
     if found is None or found.format is error_format or (found.is_used and found.format.keeps_error):
         return
-    found.settle()
+    found.settle_claim()
     with real_tensors(), torch.no_grad():
         hi = local_tensor(tensor.detach())
-        term = sum(local_tensor(each).float() for each in error_terms(tensor))
+        terms = found.format.error_terms(hi, *found.auxiliaries) if found.is_current else ()
+        term = sum(each.float() for each in terms)
         auxiliaries = error_format.beside(hi, torch.as_tensor(term))
     reset_error_terms(tensor)
     ensure_record(tensor, error_format, name="").replace_contents(auxiliaries)
@@ -635,7 +636,7 @@ def hand_over(old: Tensor, new: Tensor, *, name: str) -> bool:
     piece, whole = local_tensor(old.detach()), local_tensor(new.detach())
     if old.dtype != new.dtype or old.dim() != new.dim() or not record.format.is_elementwise:
         return False
-    record.settle()
+    record.settle_claim()
     both = tuple(slice(min(sizes)) for sizes in zip(piece.shape, whole.shape, strict=True))
     same = same_elements(piece[both], whole[both])
     made = ensure_record(new, record.format, name=name)

@@ -79,7 +79,7 @@ class WriteDetector:
         if is_of_same:
             self._copies, self._peek, self._strides = other._copies, other._peek, other._strides
             self._versions, self._elements = other._versions, other._elements
-            self._noted_at = other._noted_at
+            self._noted_at, self._lengths = other._noted_at, other._lengths
         return is_of_same
 
     def has_one_of(self, tensors: set[int]) -> bool:
