@@ -327,6 +327,7 @@ class GradientRelease:
         if self._common is None:
             self._common = CommonValues(self._optimizer)
         else:
+            self._common.refuse_changes()
             self._common.restore()
         for parameter, gradient in others:
             parameter.grad = self._stand_in(parameter, gradient) if self._takes_stand_ins else None
@@ -446,7 +447,6 @@ class CommonValues:
 
     def restore(self) -> None:
         """Set the values from before the step, and remove values that the step has added."""
-        self.refuse_changes()
         for holder, before in zip(self._holders, self._before, strict=True):
             for key, value in _numbers_in(holder):
                 if key not in before:

@@ -279,7 +279,7 @@ class Offload(GradientRelease):
             "would step no model",
             where=f"a copy of {type(self._optimizer).__name__}",
             remedy="copy the model, make an optimizer of the copy, and give it the state: "
-            "other.load_state_dict(optimizer.state_dict())",
+            "other.load_state_dict(copy.deepcopy(optimizer.state_dict()))",
         )
 
     def remove(self) -> None:
