@@ -320,7 +320,7 @@ REFUSED = {
 }
 
 
-@pytest.mark.rotating
+@pytest.mark.slow
 @pytest.mark.parametrize(("one", "other"), list(pairs()))
 def test_a_pair_is_right_or_refused(one: str, other: str) -> None:
     assert REFUSED.get((one, other), "right") in check(one, other)
