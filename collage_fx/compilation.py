@@ -567,10 +567,11 @@ class Compilation:
             info = infos[repetition.copies[position][0]]
             if info.tensor is not None and host_twin(info.tensor) is not info.tensor:
                 offloaded[node] = info.name
+        if not offloaded or self.options.strategy == "none":
+            return
         stores = copies_to_inputs(gm.graph)
         kept = {*stores, *map(stored, stores.values()), *gm.graph.output_node().all_input_nodes}
-        used = (values_of_weights(gm.graph, offloaded) | offloaded.keys()) & kept if offloaded else ()
-        if used and self.options.strategy != "none":
+        if used := (values_of_weights(gm.graph, offloaded) | offloaded.keys()) & kept:
             refusal = UncompensatedParameterError(
                 "a compiled function reads or writes a weight of an offloaded optimizer, whose error terms "
                 "are in host memory",

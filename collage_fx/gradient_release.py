@@ -37,7 +37,7 @@ from typing_extensions import Unpack
 
 from collage_fx.capture import expect_some_gradients, stand_in_for
 from collage_fx.errors import GradientReleaseError, InvalidOptionError, UnsupportedOptimizerError
-from collage_fx.install import CompiledStep, InstallOptions, inner_optimizers, join
+from collage_fx.install import CompiledStep, InstallOptions, inner_optimizers, join, remove_release
 from collage_fx.options import refuse_unless
 from collage_fx.runtime import STAND_INS
 from collage_fx.state import clone_of
@@ -136,13 +136,6 @@ def sole_optimizer(optimizer: Any, *, where: str) -> Optimizer:
             remedy="call it for each of them",
         )
     return inner[0]
-
-
-def remove_release(optimizer: Optimizer) -> None:
-    """Make an optimizer step after the backward pass, if it does not."""
-    step = own_step(optimizer)
-    if isinstance(step, CompiledStep) and step.release is not None:
-        step.release.remove()
 
 
 def refuse_options(accumulate: Any, clip: Any) -> None:
@@ -280,11 +273,12 @@ class GradientRelease:
 
     def take(self, parameter: Tensor) -> None:
         """Take note of a gradient, which may be complete; step when enough of them are."""
+        is_complete = self.is_last_pass(parameter)
         with self._lock:
-            if not self._stepped and not self._waiting:
+            if is_complete and not self._stepped and not self._waiting:
                 self._ask()
         if id(parameter) in self._hooks:  # the optimizer still has it
-            self.take_complete(parameter, self.is_last_pass(parameter))
+            self.take_complete(parameter, is_complete)
 
     def is_last_pass(self, parameter: Tensor) -> bool:
         """Return whether a gradient that has come is complete. It is asked in the program's backward pass."""

@@ -228,9 +228,8 @@ def uninstall(optimizer: Installed) -> Installed:
         _uninstall_class(optimizer)
         return optimizer
     for each in inner_optimizers(optimizer):
-        if isinstance(step := own_step(each), CompiledStep):
-            if step.release is not None:
-                step.release.remove()
+        if isinstance(own_step(each), CompiledStep):
+            remove_release(each)
             remove_own_step(each)
             forget_compiled_step(each)
             forget_compiled(each)
@@ -438,8 +437,7 @@ def _refuse_without_step(optimizer: Optimizer) -> None:
 def _install(optimizer: Optimizer, backend: CollageBackend) -> None:
     """Install one optimizer."""
     if isinstance(before := own_step(optimizer), CompiledStep):
-        if before.release is not None:
-            before.release.remove()
+        remove_release(optimizer)
         forget_compiled_step(optimizer)
         _drop_terms_of_state(optimizer, before.backend.options, backend.options)
     note_installed(optimizer, backend)
@@ -471,6 +469,13 @@ def _drop_terms_of_state(optimizer: Optimizer, before: Options, now: Options) ->
             len(state),
             state[0].name,
         )
+
+
+def remove_release(optimizer: Optimizer) -> None:
+    """Make an optimizer step after the backward pass, if it does not."""
+    step = own_step(optimizer)
+    if isinstance(step, CompiledStep) and step.release is not None:
+        step.release.remove()
 
 
 def _backend_of_copies(optimizer: Optimizer) -> CollageBackend | None:

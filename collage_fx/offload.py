@@ -37,10 +37,9 @@ from collage_fx.gradient_release import (
     GradientRelease,
     refuse_joint,
     refuse_options,
-    remove_release,
     sole_optimizer,
 )
-from collage_fx.install import InstallOptions, install, kept_backend
+from collage_fx.install import InstallOptions, install, kept_backend, remove_release
 from collage_fx.state import hand_over, host_twin, parameter_names, set_host_twin, uploading
 from collage_fx.torch_compat import gradient_dtype, sharding_of
 

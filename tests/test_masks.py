@@ -105,7 +105,7 @@ CASES = [
 
 
 def test_cases_have_each_pair() -> None:
-    """Of a format with a condition, and with what is masked."""
+    """Each format meets each condition, and each kind of tensor that is masked."""
     assert {(case[1], case[2]) for case in CASES} == {(c, f) for c in CONDITIONS for f in FORMATS}
     assert {(case[2], case[3]) for case in CASES} == {(f, n) for f in FORMATS for n in NAMES}
 

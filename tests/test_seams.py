@@ -1,4 +1,4 @@
-"""What programs do to parameters and groups while steps are taken in the backward pass, or on the host.
+"""Changes of parameters and groups by a program whose steps are taken in the backward pass, or on the host.
 
 Each case is compared, bit by bit, with the same program that steps after the backward pass.
 """
@@ -43,6 +43,25 @@ def backward(of: nn.Module, seed: int) -> None:
     of(torch.randn(8, 16, generator=generator).bfloat16()).float().square().mean().backward()
 
 
+def take_steps(of: nn.Module, optimizer: Optimizer, count: int = 3) -> None:
+    for step in range(count):
+        backward(of, step)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def whole(of: nn.Module) -> dict[str, Tensor]:
+    return {name: full_value(p) for name, p in of.named_parameters()}
+
+
+def assert_same_step(of: nn.Module, optimizer: Optimizer, other: nn.Module, others: Optimizer) -> None:
+    """One more step of both leaves the same bits."""
+    for each, its in ((of, optimizer), (other, others)):
+        backward(each, 3)
+        its.step()
+    assert_same(whole(of), whole(other))
+
+
 class Program:
     """A training, some of whose lines are replaced."""
 
@@ -59,7 +78,7 @@ class Program:
         """Do what a program does before the step."""
 
     def result(self) -> dict[str, Tensor]:
-        return {name: full_value(p) for name, p in self.of.named_parameters()}
+        return whole(self.of)
 
     def run(self, way: Way) -> dict[str, Tensor]:
         optimizer = self.make()
@@ -208,7 +227,7 @@ def test_the_program_is_asked_in_its_own_thread() -> None:
             expected.step()
             expected.zero_grad()
     assert threads == {threading.get_ident()}
-    assert_same(*({name: full_value(p) for name, p in each.named_parameters()} for each in (of, other)))
+    assert_same(whole(of), whole(other))
 
 
 # Weights that are perturbed for a backward pass, and come back. ---------------------------------------------
@@ -279,10 +298,7 @@ def test_reads_of_an_offloaded_weight_see_what_was_written(write: Callable[[Tens
     optimizer = adamw(of.parameters())
     collage_fx.forget_changes(of)
     offload(install(optimizer, track_changes=True))
-    for step in range(3):
-        backward(of, step)
-        optimizer.step()
-        optimizer.zero_grad()
+    take_steps(of, optimizer)
     collage_fx.changes(of)
     copied = {name: tensor.clone() for name, tensor in of.state_dict().items()}
     weight = of[1].weight
@@ -301,12 +317,9 @@ def test_a_resume_that_is_read_before_its_first_step(reads: bool) -> None:
     of = network()
     optimizer = adamw(of.parameters())
     offload(optimizer)
-    for step in range(3):
-        backward(of, step)
-        optimizer.step()
-        optimizer.zero_grad()
+    take_steps(of, optimizer)
     saved = copy.deepcopy((of.state_dict(), optimizer.state_dict()))
-    expected = {name: full_value(p) for name, p in of.named_parameters()}
+    expected = whole(of)
     other = network()
     with torch.no_grad():
         for p in other.parameters():
@@ -316,11 +329,8 @@ def test_a_resume_that_is_read_before_its_first_step(reads: bool) -> None:
     other.load_state_dict(saved[0])
     resumed.load_state_dict(saved[1])
     if reads:
-        assert_same({name: full_value(p) for name, p in other.named_parameters()}, expected)
-    for each, its in ((of, optimizer), (other, resumed)):
-        backward(each, 3)
-        its.step()
-    assert_same(*({name: full_value(p) for name, p in each.named_parameters()} for each in (of, other)))
+        assert_same(whole(other), expected)
+    assert_same_step(of, optimizer, other, resumed)
 
 
 @pytest.mark.parametrize("how", [copy.deepcopy, pickle.dumps])
@@ -328,16 +338,10 @@ def test_copies_of_offloaded_optimizers_are_refused_with_a_way_out(how: Callable
     of = network()
     optimizer = adamw(of.parameters())
     offload(optimizer)
-    for step in range(3):
-        backward(of, step)
-        optimizer.step()
-        optimizer.zero_grad()
+    take_steps(of, optimizer)
     with pytest.raises(UnsupportedOptimizerError, match=r"load_state_dict\(copy\.deepcopy\(optimizer"):
         how((of, optimizer))
     other = copy.deepcopy(of)
     copied = install(adamw(other.parameters()))
     copied.load_state_dict(copy.deepcopy(optimizer.state_dict()))
-    for each, its in ((of, optimizer), (other, copied)):
-        backward(each, 3)
-        its.step()
-    assert_same(*({name: full_value(p) for name, p in each.named_parameters()} for each in (of, other)))
+    assert_same_step(of, optimizer, other, copied)

@@ -580,7 +580,7 @@ def test_a_call_that_fails_takes_nothing(tmp_path: Path, call: str) -> None:
 
 @pytest.mark.parametrize("encoding", ["gap_delta", "raw"])
 def test_damaged_files_are_refused(tmp_path: Path, encoding: Any) -> None:
-    """One bit has changed, in 200 places that are drawn."""
+    """Files in which one bit has changed, in 200 places that are drawn."""
     model = Net()
     step = trained(adamw, model)
     forget_changes(model)

@@ -28,6 +28,7 @@ DTensor that is sharded like hi.
 
 from __future__ import annotations
 
+import itertools
 import math
 import threading
 import warnings
@@ -63,21 +64,15 @@ class _Records:
 
     Attributes:
         version: object that is replaced when a record is dropped or given other buffers.
-        events: number of steps that have ended, and of times that error terms have been declared to be right.
         settle_written: function of a tensor that drops its error terms if the program has written to it.
     """
 
     version = object()
-    events = 0
     settle_written: Callable[[Tensor], None]
-
-    def next_event(self) -> int:
-        """Count an event, and return its number."""
-        self.events += 1
-        return self.events
 
 
 _RECORDS = _Records()
+_EVENTS = itertools.count()
 
 #: Format of error terms that ``assign`` makes for a parameter.
 _DEFAULT = ERROR_FORMATS["exact"]
@@ -93,7 +88,7 @@ def buffers_version() -> object:
 
 def next_event() -> int:
     """Return a larger number at each call: which of two events was the later."""
-    return _RECORDS.next_event()
+    return next(_EVENTS)
 
 
 def settle_before_reading(settle: Callable[[Tensor], None]) -> None:

@@ -19,6 +19,7 @@ import sys
 import warnings
 import weakref
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from itertools import chain
 from operator import getitem, is_
 from typing import Any, NamedTuple
@@ -318,15 +319,13 @@ def settle_replaced(optimizer: Optimizer) -> None:
 
 def _settle_written(optimizer: Optimizer, *, is_in_place: bool) -> None:
     """Drop the error terms of an optimizer's tensors that the program has written to since its last step."""
-    _held[optimizer].written.settle(
-        lambda tensor: _may_be_of_another(tensor, optimizer), is_in_place=is_in_place
-    )
+    _held[optimizer].written.settle(partial(_may_be_of_another, optimizer=optimizer), is_in_place=is_in_place)
 
 
 def _settle_read(tensor: Tensor) -> None:
     """Drop a tensor's error terms if the program has written to it since the last step."""
     for optimizer, held in list(_held.items()):
-        held.written.settle_one(tensor, lambda each: _may_be_of_another(each, optimizer))  # noqa: B023
+        held.written.settle_one(tensor, partial(_may_be_of_another, optimizer=optimizer))
 
 
 settle_before_reading(_settle_read)

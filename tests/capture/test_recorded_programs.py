@@ -156,6 +156,18 @@ def programs() -> list[Any]:
     return cases
 
 
+def assert_near_float64(low: Any, high: Any) -> None:
+    """A recorded step stays near the same step in float64."""
+    start = [q.detach().clone() for q in params_of(high)]
+    step = compiled(low)
+    for seed in range(STEPS):
+        give_gradients(low, high, seed)
+        step()
+        high.step()
+    assert is_recorded(low)
+    assert largest_error(low, high, start) < 0.02
+
+
 @pytest.mark.parametrize(("pieces", "way"), programs())
 def test_a_program_moves_its_parameter_as_in_float64(pieces: Sequence[Piece], way: str) -> None:
     """Error terms are all that moves here: as in ``test_recording.py``, a value that loses its own shows."""
@@ -175,14 +187,7 @@ def test_a_program_moves_its_parameter_as_in_float64(pieces: Sequence[Piece], wa
                 p.zero_()
 
     low, high = twins(Drawn, [(4, 3)])
-    start = [q.detach().clone() for q in params_of(high)]
-    step = compiled(low)
-    for seed in range(STEPS):
-        give_gradients(low, high, seed)
-        step()
-        high.step()
-    assert is_recorded(low)
-    assert largest_error(low, high, start) < 0.02
+    assert_near_float64(low, high)
 
 
 #: Operations made of others, which torch hands on as they are in inference mode.
@@ -208,11 +213,4 @@ def test_a_value_is_asked_for_in_inference_mode_or_not(test: str, mode: Callable
             p.sub_(change(p, g), alpha=LR)
 
     low, high = twins(Asked, [(4, 3)])
-    start = [q.detach().clone() for q in params_of(high)]
-    step = compiled(low)
-    for seed in range(STEPS):
-        give_gradients(low, high, seed)
-        step()
-        high.step()
-    assert is_recorded(low)
-    assert largest_error(low, high, start) < 0.02
+    assert_near_float64(low, high)

@@ -578,7 +578,7 @@ def calls_of(step: Callable[[], Any], code: CodeType | None = None) -> int:
 
 
 def test_a_step_asks_no_other_optimizer() -> None:
-    """Of parameters that the step does not update: with an optimizer for each parameter, that is n * n."""
+    """With an optimizer for each parameter, to ask all of them would take n * n questions."""
 
     def made() -> tuple[list[Parameter], Any]:
         params = parameters(shapes=[(3,)])
