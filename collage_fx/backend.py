@@ -84,8 +84,6 @@ class CollageBackend(Backend):
             float32 tensors, too. Numbers, such as bias corrections, are computed in float64. ``"as
             written"``: in the optimizer's operations; with ``"full"`` and ``rounding="nearest"`` in the bits
             of float32. ``native`` arithmetic computes as written.
-        track_changes: keep one bit for each element of a compensated parameter, set in the step's own kernels
-            where the stored value changes, for :func:`collage_fx.changes`. It takes 0.125 bytes a parameter.
         passes: the pipeline, with passes of your own in it: see :func:`collage_fx.pipeline.inserted`. They
             run on steps that update a bfloat16 or float16 tensor, or sum changes of a float32 tensor; other
             graphs are lowered as they are.
@@ -107,14 +105,13 @@ class CollageBackend(Backend):
         state: PackedFormatName | None = None,
         bytes_per_parameter: float | None = None,
         changes: Changes = "summed",
-        track_changes: bool = False,
         passes: Sequence[Pass] = PIPELINE,
     ) -> None:
         known: Arithmetic = "native" if arithmetic == "native" else "wide"  # Options refuses other values
         fmt = DEFAULT_FORMATS[known] if error_format is None else error_format
         rounding = DEFAULT_ROUNDINGS[known] if rounding is None else rounding
         options = strategy, fmt, arithmetic, metrics, metrics_every, strict, mode, rounding, state
-        super().__init__(Options(*options, bytes_per_parameter, changes, track_changes, tuple(passes)))
+        super().__init__(Options(*options, bytes_per_parameter, changes, tuple(passes)))
 
     def __repr__(self) -> str:
         shown = {name: value for name, value in vars(self.options).items() if value is not PIPELINE}

@@ -20,7 +20,6 @@ from weakref import WeakKeyDictionary
 import torch
 from torch.fx import Graph, GraphModule
 from torch.optim import Optimizer
-from torch.utils.weak import TensorWeakRef
 
 from collage_fx.budgets import Budget, best_budget, budgets_for, budgets_for_parts, refuse_excess
 from collage_fx.capture import (
@@ -89,7 +88,6 @@ from collage_fx.pipeline import ANALYSIS, MEASUREMENT, SUMMING, Pass, Stage, run
 from collage_fx.report import GraphReport, PassLog, TensorReport, tensor_report, treatments
 from collage_fx.runtime import STAND_INS, MakingStep, Member, WholeStep
 from collage_fx.state import (
-    CompensatedWrites,
     choose_new,
     has_error_terms,
     held_per_parameter,
@@ -99,7 +97,6 @@ from collage_fx.state import (
     noting_steps,
     optimizers_among,
     other_state_bytes,
-    owner_of_changes,
     packed_format,
     record_of,
     require_format,
@@ -231,8 +228,6 @@ class Compilation:
         self.recorded, self.is_compiled = RecordedPart.of(module)
         self.request = Request(backend, {"mode": mode}, self.options.strict)
         self.left_alone = False
-        #: Indices of the inputs whose changed elements the step notes, and the tensors.
-        self.tracked: dict[int, torch.Tensor] = {}
         #: Parameters that the step updates.
         self.updated: list[torch.Tensor] = []
         #: Positions of arguments that may be weights of optimizers not known yet, and are read without terms.
@@ -282,17 +277,6 @@ class Compilation:
         step = step if self.recorded else noting_steps(step, optimizers, updated)
         return _warning_of_terms(step, self.read_rounded, self.subject) if self.read_rounded else step
 
-    def _noting_changes(self, step: Callable[..., Any]) -> Callable[..., Any]:
-        """Wrap the step of a whole graph so that its writes to tracked tensors are known to be its own."""
-        references = [*map(TensorWeakRef, self.tracked.values())]
-
-        def noting(*arguments: Any) -> Any:
-            tensors = (reference() for reference in references)
-            with CompensatedWrites([each for each in tensors if each is not None]):
-                return step(*arguments)
-
-        return noting if references else step
-
     def _refuse_unless_by_members(self, step: WholeStep | Reason) -> None:
         """Raise if a step would read the stand-ins of absent gradients, which have no memory."""
         if isinstance(step, WholeStep) and step.members:
@@ -332,7 +316,7 @@ class Compilation:
             return self._step_of_one(gm, example_inputs, inductor_options, not_by_family)
 
         try:
-            return self._noting_changes(self._trace(self.module, self.arguments, inner_compile))
+            return self._trace(self.module, self.arguments, inner_compile)
         finally:
             self._let_go()
 
@@ -403,9 +387,7 @@ class Compilation:
                 families.members, repetition.members, strict=bool(families.members)
             )
         ]
-        return WholeStep(
-            step, bound, passed, indices, gradients, members, families.distributed, list(self.tracked)
-        )
+        return WholeStep(step, bound, passed, indices, gradients, members, families.distributed)
 
     def _step_of_one(
         self,
@@ -652,7 +634,6 @@ class Compilation:
             step.
         """
         started = time.perf_counter()
-        self.tracked = {}
         program = self._accepted(gm, infos, repetition)
         before = copy_of(gm)
         as_captured = program.before_passes(before)
@@ -683,11 +664,6 @@ class Compilation:
         parameters = [state for state in program.states if state.info.role is Role.PARAMETER]
         copies = [index for state in parameters for index in repetition.copies[state.position]]
         self.updated = [tensor for index in copies if (tensor := program.infos[index].tensor) is not None]
-        for state in program.states:
-            for index in repetition.copies[state.position] if state.changed is not None else ():
-                tensor = program.infos[index].tensor
-                assert tensor is not None
-                self.tracked[index] = owner_of_changes(tensor)
         with generated_code() as code:
             if is_rewritten:
                 made = self._lower(program, example_inputs, inductor_options, gm)
@@ -793,7 +769,6 @@ class Compilation:
             changes=self.options.changes,
             packed=None if packed is None or self.recorded else PACKED_FORMATS[packed],
             takes_float32=self._packs_float32,
-            tracks_changes=self.options.track_changes,
         )
         inputs, stores = placeholders(program.gm.graph), copies_to_inputs(program.gm.graph)
         program.already_compensated = frozenset(

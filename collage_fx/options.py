@@ -53,7 +53,6 @@ class GivenOptions(TypedDict, total=False):
     state: PackedFormatName | None
     bytes_per_parameter: float | None
     changes: Changes
-    track_changes: bool
     passes: Sequence[Pass]
 
 
@@ -72,7 +71,6 @@ class Options:
     state: str | None
     bytes_per_parameter: float | None
     changes: Changes = "summed"
-    track_changes: bool = False
     passes: tuple[Pass, ...] = PIPELINE
 
     @property
@@ -112,15 +110,8 @@ class Options:
             "changes",
             self.changes,
             get_args(Changes),
-            "or track_changes=True to learn by collage_fx.changes(model) which weights steps have changed",
+            "or call collage_fx.changes(model) to learn which weights have changed",
         )
-        refuse_unless("track_changes", self.track_changes, (True, False))
-        if self.track_changes and self.strategy == "none":
-            raise InvalidOptionError(
-                "track_changes=True needs a step that is rewritten, and strategy='none' rewrites none",
-                where="track_changes",
-                remedy="use another strategy, such as 'light'",
-            )
         refuse_unless(
             "state",
             self.state,

@@ -27,7 +27,6 @@ from collage_fx.passes.pack_state import PackState
 from collage_fx.passes.pin_roundings import PinRoundings
 from collage_fx.passes.refine_numbers import RefineNumbers
 from collage_fx.passes.sum_changes import SumChanges
-from collage_fx.passes.track_changes import TrackChanges
 from collage_fx.passes.undo_stochastic_rounding import UndoStochasticRounding
 from collage_fx.passes.widen import Widen
 
@@ -58,7 +57,6 @@ PIPELINE: tuple[Pass, ...] = (
     CompensateWide(),  # wide: loads and stores become join and split
     CompensateNative(),  # native: the operations themselves become double-word algorithms
     Measure(),  # only with metrics: reads the loads and stores made by the two passes above
-    TrackChanges(),  # only with track_changes: reads hi's old and new value, after both compensating passes
     DropStale(),  # changes the loads made by the two compensating passes
     PinRoundings(),  # after all passes that round: their roundings must survive lowering
     HoistScalars(),  # last: once(...) goes between the final numbers and the final elementwise operations

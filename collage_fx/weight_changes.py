@@ -7,6 +7,14 @@ model_loader/checkpoint_weight_patch.py``): ``CheckpointWeightPatch(*patch)`` ma
 the layout of TRL's delta weight sync (``DeltaWeightTransferEngine``, pull request 5937): safetensors with
 ``{name}.idx`` and ``{name}.val`` for each changed tensor. In a file in which every tensor is whole, tensors
 have their own names, as in TRL's anchors.
+
+Note [What a reader has]
+------------------------
+For each reader of a tensor there is a copy, in host memory, of the values that it has: 2 bytes an element of
+a bfloat16 tensor, none on the device. What has another bit than the copy has changed, whoever has written it
+and in whatever way, so that no weight is ever wrong: a step, compiled or not, ``load_state_dict``,
+``p.data``, another process. Of a tensor on a device, the copy is sent there in parts, and compared there. The
+copy gets the new values when the reader is known to have them.
 """
 
 from __future__ import annotations
@@ -22,18 +30,12 @@ from typing import Any, Literal, NamedTuple, cast, get_args
 import torch
 from torch import Tensor
 from torch.nn import Module
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from collage_fx.choices import did_you_mean
-from collage_fx.codegen import taken_elements
+from collage_fx.codegen import differing_elements, dtype_of_indices
 from collage_fx.errors import CheckpointMismatchError, InvalidOptionError
-from collage_fx.numerics import dtype_of_indices
-from collage_fx.state import (
-    SafetensorsFile,
-    known_changes,
-    note_writes_between_steps,
-    owner_of_changes,
-    write_safetensors,
-)
+from collage_fx.state import SafetensorsFile, write_safetensors
 from collage_fx.torch_compat import local_tensor, offsets_of_shard
 
 #: Encoding of the indices in a file: ``"gap_delta"``: the gaps between changed elements, 2 bytes each (4 if a
@@ -192,49 +194,70 @@ class WeightChanges(Sequence[WeightPatch]):
 def changes(model: Module, reader: str = "engine") -> WeightChanges:
     """Return the weights that have changed since a reader last took them, and note that it has them now.
 
-    A reader that takes the first time gets whole tensors; :func:`forget_changes` lets it begin later. Tensors
-    whose steps track changes (``install(opt, track_changes=True)``) give the elements whose stored bits were
-    changed by a step: of each element at least one of these steps changed the value, so a value that has
-    changed back is included. Whole tensors are given of parameters that something else has written to
-    (``load_state_dict``, ``p.mul_()``, a step that is not compensated), of other tensors of the state dict
-    that have changed, and of parameters that are not contiguous. Error terms are no part of it. It takes
-    memory for the patches, and 0.125 bytes an element: for the only reader during the call, for others
-    always. After an exception the next call gives these changes, too.
+    These are the elements of which a bit differs from what the reader has, whatever has written them: a
+    value that has changed back is not among them. A reader that takes the first time gets whole tensors;
+    :func:`forget_changes` lets it begin later. A tensor is also given whole where that takes fewer bytes than
+    its changed elements with their indices, and where the tensor itself is another one. Error terms are no
+    part of it. It takes memory for the patches, and as much host memory for each reader as the state dict has
+    bytes. After an exception the next call gives these changes, too.
 
     Args:
         model: module whose state dict has the names of the checkpoint. A tensor with several names is given
             under each. DTensors give the elements of this process's shard, in coordinates of the whole
             tensor: see :meth:`WeightChanges.gathered`.
         reader: name of the reader. Readers are independent of each other.
-
-    Not detected: a write through ``p.data`` on a GPU; on a CPU if it leaves a few sampled elements as they
-    are (Note [Written between two steps]).
     """
-    found = _lacking(model, reader)
-    _note_taken(model, reader)
-    return found
+    lacking = _Lacking(model, reader)
+    lacking.note_taken()
+    return lacking.changes
 
 
-def _lacking(model: Module, reader: str) -> WeightChanges:
-    """Return the changes that a reader lacks."""
-    found, lacking, elements = list[WeightPatch](), dict[int, _Values](), 0
-    note_writes_between_steps()
-    with torch.no_grad():
-        for name, tensor in _named(model):
-            elements += tensor.numel()
-            owner = owner_of_changes(tensor)
-            if id(owner) not in lacking:
-                lacking[id(owner)] = _lacking_of(owner, reader)
-            values, indices = lacking[id(owner)]
-            if values.numel():
-                found.append(WeightPatch(name, tuple(tensor.shape), tensor.dtype, values, indices))
-    return WeightChanges(tuple(sorted(found, key=lambda patch: patch.name)), elements)
+class _Lacking:
+    """What a reader lacks of a model's tensors.
 
+    Attributes:
+        changes: patches of it.
+    """
 
-def _note_taken(model: Module, reader: str) -> None:
-    """Note that a reader has the elements that it lacked."""
-    for _, tensor in _named(model):
-        known_changes(owner_of_changes(tensor)).take(reader)
+    def __init__(self, model: Module, reader: str) -> None:
+        self._reader = reader
+        self._lacking: dict[int, tuple[Tensor, _Values]] = {}
+        found, elements = list[WeightPatch](), 0
+        with torch.no_grad():
+            for name, tensor in _named(model):
+                elements += tensor.numel()
+                if id(tensor) not in self._lacking:  # it may have several names
+                    self._lacking[id(tensor)] = tensor, _lacking_of(tensor, reader)
+                _, (values, indices) = self._lacking[id(tensor)]
+                if values.numel():
+                    if indices is not None or values.numel() < tensor.numel():
+                        indices = _in_whole(indices, tensor)
+                    found.append(WeightPatch(name, tuple(tensor.shape), tensor.dtype, values, indices))
+        self.changes = WeightChanges(tuple(sorted(found, key=lambda patch: patch.name)), elements)
+
+    def note_taken(self) -> None:
+        """Note that the reader has these elements now.
+
+        After an exception it has what it had; if only a part could be noted, nothing, so that it gets all.
+        """
+        on_host = [
+            (
+                _COPIES.setdefault(tensor, {}),
+                None if indices is None else indices.cpu().long(),
+                _on_host(values),
+            )
+            for tensor, (values, indices) in self._lacking.values()
+        ]
+        try:
+            for copies, indices, values in on_host:
+                if indices is None:
+                    copies[self._reader] = values
+                else:
+                    copies[self._reader].index_copy_(0, indices, values)
+        except BaseException:
+            for copies, _, _ in on_host:
+                copies.pop(self._reader, None)
+            raise
 
 
 def forget_changes(model: Module, reader: str = "engine") -> None:
@@ -244,13 +267,8 @@ def forget_changes(model: Module, reader: str = "engine") -> None:
         model: as in :func:`changes`.
         reader: name of the reader.
     """
-    note_writes_between_steps()
     for _, tensor in _named(model):
-        owner = owner_of_changes(tensor)
-        known = known_changes(owner)
-        known.settle(owner)
-        known.lacking(reader)
-    _note_taken(model, reader)
+        _COPIES.setdefault(tensor, {})[reader] = _on_host(_flat(tensor))
 
 
 def save_changes(
@@ -272,7 +290,8 @@ def save_changes(
         reader: as in :func:`changes`.
         encoding: as in :meth:`WeightChanges.save`.
     """
-    found = _lacking(model, reader)
+    lacking = _Lacking(model, reader)
+    found = lacking.changes
     if is_sharded := any(local_tensor(tensor) is not tensor for _, tensor in _named(model)):
         found = found.gathered()
     failure: list[str | None] = [None]
@@ -287,7 +306,7 @@ def save_changes(
             torch.distributed.broadcast_object_list(failure)
     if failure[0] is not None:
         raise OSError(f"process 0 has not written {os.fspath(path)}: {failure[0]}")
-    _note_taken(model, reader)
+    lacking.note_taken()
     return found
 
 
@@ -385,8 +404,12 @@ def _why_no_patch(patch: WeightPatch) -> str:
     return ""
 
 
+#: Tensor -> for each reader the values that it has, in host memory: Note [What a reader has].
+_COPIES = WeakTensorKeyDictionary()
+
+
 class _Values(NamedTuple):
-    """Values of changed elements, and their indices; no values if nothing has changed."""
+    """Values of changed elements of this process's piece, and their indices in it; None = all elements."""
 
     values: Tensor
     indices: Tensor | None
@@ -399,26 +422,34 @@ def _named(model: Module) -> Iterator[tuple[str, Tensor]]:
             yield name, value
 
 
-def _lacking_of(owner: Tensor, reader: str) -> _Values:
+def _flat(tensor: Tensor) -> Tensor:
+    """Return the elements of this process's piece of a tensor, in row-major order."""
+    return local_tensor(tensor.detach()).contiguous().view(-1)
+
+
+def _on_host(values: Tensor) -> Tensor:
+    """Return a copy in host memory, from which a GPU reads without a detour."""
+    copy = torch.empty_like(values, device="cpu", pin_memory=values.is_cuda)
+    return copy.copy_(values)
+
+
+def _lacking_of(tensor: Tensor, reader: str) -> _Values:
     """Return the values of a tensor that a reader lacks."""
-    known, piece = known_changes(owner), local_tensor(owner.detach())
-    known.settle(owner)
-    bits = known.lacking(reader)
-    is_whole = piece.shape == owner.shape
-    if bits is None:
-        values = piece.reshape(-1).clone()
-        if is_whole:
-            return _Values(values, None)
-        all_of_it = torch.arange(values.numel(), dtype=torch.int64, device=values.device)
-        return _Values(values, _in_whole(all_of_it, owner, piece))
-    if not bits.numel():
-        return _Values(piece.new_empty(0), None)
-    indices, values = taken_elements(bits, piece)
-    return _Values(values, indices if is_whole else _in_whole(indices, owner, piece))
+    values, before = _flat(tensor), _COPIES.get(tensor, {}).get(reader)
+    if before is not None and (before.shape, before.dtype) == (values.shape, values.dtype):
+        indices, taken = differing_elements(values, before)
+        if taken.nbytes + indices.nbytes < values.nbytes:
+            return _Values(taken, indices)
+    return _Values(values.clone(), None)
 
 
-def _in_whole(indices: Tensor, tensor: Tensor, piece: Tensor) -> Tensor:
-    """Convert indices of a shard, in row-major order, to indices of the whole tensor."""
+def _in_whole(indices: Tensor | None, tensor: Tensor) -> Tensor:
+    """Convert indices in this process's piece, in row-major order, to indices in the whole tensor."""
+    piece = local_tensor(tensor.detach())
+    if indices is None:
+        indices = torch.arange(piece.numel(), dtype=torch.int64, device=piece.device)
+    if piece.shape == tensor.shape:
+        return indices
     whole = torch.zeros_like(indices, dtype=torch.int64)
     step = 1
     remaining = indices.long()

@@ -16,14 +16,12 @@ from collage_fx.graph import (
     PASS_MARK,
     GraphEditor,
     ReadExpansion,
-    Role,
-    StateTensor,
     StepProgram,
     is_low_precision_tensor,
     placeholders,
     tensor_value,
 )
-from collage_fx.numerics import AuxiliarySpec, words_for
+from collage_fx.numerics import AuxiliarySpec
 from collage_fx.passes.base import Pass
 
 #: Index of a shard's first element in the whole tensor.
@@ -34,8 +32,7 @@ START = AuxiliarySpec("start", torch.int32, ())
 class Allocate(Pass):
     """Pass that adds a placeholder for each auxiliary tensor of each selected state tensor, in their order.
 
-    A tensor in a dithered format gets an additional placeholder, for the index of its first element, and a
-    parameter whose changes are tracked gets one for the words of its bitmap.
+    A tensor in a dithered format gets an additional placeholder, for the index of its first element.
 
     Then follow the placeholders of tensors that have error terms already and are only read.
     (``native`` arithmetic reads their hi.)
@@ -53,9 +50,8 @@ class Allocate(Pass):
             assert hi is not None
             specs = list(state.error_format.auxiliaries(hi))
             added = []
-            is_dithered, is_tracked = state.error_format.is_dithered, _is_tracked(program, state)
-            others = [*[START] * is_dithered, *[words_for(hi.numel())] * is_tracked]
-            for spec in [*specs, *others]:
+            is_dithered = state.error_format.is_dithered
+            for spec in [*specs, *[START] * is_dithered]:
                 with editor.graph.inserting_after(last):
                     last = editor.graph.placeholder(f"{state.placeholder.name}_{spec.name}")
                 with editor.fake_mode:
@@ -64,24 +60,9 @@ class Allocate(Pass):
                 added.append(last)
             state.auxiliaries = tuple(added[: len(specs)])
             if is_dithered:
-                state.start = added[len(specs)]
-            if is_tracked and isinstance(state, StateTensor):
-                state.changed = added[-1]
+                state.start = added[-1]
         editor.finish()
         return f"{sum(len(state.added_inputs) for state in program.expansions)} inputs added"
-
-
-def _is_tracked(program: StepProgram, state: StateTensor | ReadExpansion) -> bool:
-    """Return whether a state tensor is a parameter, the same in every step, whose changes are tracked."""
-    copies = program.repetition.copies[state.position]
-    return (
-        program.tracks_changes
-        and isinstance(state, StateTensor)
-        and state.compensated
-        and state.info.role is Role.PARAMETER
-        and state.value.is_contiguous()
-        and all(program.infos[index].bound for index in copies)
-    )
 
 
 def _reads(program: StepProgram) -> Iterator[ReadExpansion]:

@@ -168,7 +168,7 @@ def _store_expansion(editor: GraphEditor, state: StateTensor, own_term: Collecti
                 f"{opaque.name} ({operator_of(opaque)}) returns its result rounded to {state.format.name}"
             )
         state.intended = editor.convert(value, torch.float32)
-        before = (state.placeholder, *state.encoded)
+        before = (state.placeholder, *state.added_inputs)
         hi, *auxiliaries = editor.inline(fmt.store, state.intended, *before, elementwise=fmt.is_elementwise)
         if state.dithers_sum:
             auxiliaries[-1] = editor.call(aten.add.Tensor, auxiliaries[-1], 1)

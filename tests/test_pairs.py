@@ -252,7 +252,7 @@ def step_copy(program: Program, i: int) -> None:
 FEATURES = [
     Feature("offload", begin=begin_offload),
     Feature("in backward", begin=begin_release),
-    Feature("changes", options={"track_changes": True}, after_step=copy_changes),
+    Feature("changes", after_step=copy_changes),
     Feature("full precision", begin=begin_full_precision, after_step=read_forward),
     Feature("metrics", options={"metrics": True}, after_step=read_metrics),
     Feature("assign", after_step=clamp),

@@ -297,7 +297,7 @@ def test_reads_of_an_offloaded_weight_see_what_was_written(write: Callable[[Tens
     of = network()
     optimizer = adamw(of.parameters())
     collage_fx.forget_changes(of)
-    offload(install(optimizer, track_changes=True))
+    offload(install(optimizer))
     take_steps(of, optimizer)
     collage_fx.changes(of)
     copied = {name: tensor.clone() for name, tensor in of.state_dict().items()}

@@ -1,7 +1,6 @@
 """Code that this package writes itself: the C++ of a rule's kernel, printed from its graph."""
 
 from collage_fx.codegen.address_tables import (
-    BITMAP,
     CELL,
     FIRST_OF_PIECE,
     LENGTH,
@@ -18,7 +17,7 @@ from collage_fx.codegen.address_tables import (
     is_library_loaded,
     load_library,
 )
-from collage_fx.codegen.bitmaps import taken_elements
+from collage_fx.codegen.differing import differing_elements, dtype_of_indices
 from collage_fx.codegen.elements import has_spelling
 from collage_fx.codegen.kernels import FLAGS, flat_kernel, number_kernel
 from collage_fx.codegen.lowerings import REVISION

@@ -28,8 +28,8 @@ NO_PLACE = -1
 #: Kinds of arguments that are not addresses of tensors. LENGTH = length of the piece; SUMS_OF_PIECE = address
 #: of the sums ``SUMS`` over its elements; FIRST_OF_PIECE = address of the index of its first element, a
 #: 32-bit integer; TOTAL, MEAN = address of a float64 sum over its elements, which becomes a float32 sum or
-#: mean. BITMAP = address of a tensor with one bit for each element.
-LENGTH, SUMS_OF_PIECE, FIRST_OF_PIECE, TOTAL, MEAN, BITMAP = -1, -2, -3, -4, -5, -6
+#: mean.
+LENGTH, SUMS_OF_PIECE, FIRST_OF_PIECE, TOTAL, MEAN = -1, -2, -3, -4, -5
 
 
 def _source() -> str:

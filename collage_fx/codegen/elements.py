@@ -33,7 +33,6 @@ from collage_fx.codegen.functions import CONVERT, Function, expression, function
 from collage_fx.codegen.spellings import STORED_AS_BITS, NoSpelling
 from collage_fx.graph import (
     ELEMENTWISE,
-    mark_changed,
     tensor_value,
     trace_of,
     update_sizes,
@@ -100,7 +99,7 @@ SLOW = (*QUOTIENTS, aten.sqrt.default)
 MOST_QUOTIENTS = 2
 
 #: Operators of ours whose results are neither numbers nor of elements.
-VECTORS = (update_sums, update_sizes, mark_changed)
+VECTORS = (update_sums, update_sizes)
 
 #: Operators that add all elements up.
 TOTALS = (aten.sum.default, aten.mean.default)
@@ -125,7 +124,6 @@ _KINDS: dict[Any, Kind] = {
     place: Kind.OF_ELEMENT,
     largest_magnitude: Kind.OF_BLOCK,
     sums_of: Kind.SUMS,
-    mark_changed: Kind.SUMS,
     **dict.fromkeys(TOTALS, Kind.SUMS),
 }
 
@@ -149,7 +147,6 @@ class Elements:
         stores: stores of elements, of values per block, and of scalars.
         rows: stores of sums, and of counts, over the elements.
         totals: stores of the sums of all elements, of which the caller makes sums and means.
-        bitmaps: stores of bitmaps of the elements.
         written: inputs that something is stored into.
         largest: the largest magnitudes of blocks.
         is_matrix: whether there are values of rows or columns.
@@ -167,8 +164,7 @@ class Elements:
         stores = [Store(*copy.args) for copy in copies]
         self.rows = [store for store in stores if store.value.target in (sums_of, measures.size_bin)]
         self.totals = [store for store in stores if store.value.target in TOTALS]
-        self.bitmaps = [store for store in stores if store.value.target is mark_changed]
-        apart = (*self.rows, *self.totals, *self.bitmaps)
+        apart = (*self.rows, *self.totals)
         self.stores = [store for store in stores if store not in apart]
         self.written = {store.into for store in stores}
         self._row_inputs = {store.into for store in apart}
@@ -223,22 +219,6 @@ class Elements:
             if any(each in values or each in found for each in node.all_input_nodes):
                 found.add(node)
         return found.intersection(among)
-
-    def compared(self, bitmap: Store) -> Node:
-        """Return the 16-bit input whose value before and after the kernel's store a bitmap compares.
-
-        Raises:
-            NoSpelling: the bitmap compares other values.
-        """
-        (changed,) = bitmap.value.all_input_nodes[1:]
-        before, after = changed.all_input_nodes
-        stored = {store.into: store.value for store in self.stores}
-        if not is_load(before) or (into := _operand(before)) not in stored:
-            raise NoSpelling("a bitmap of values that it does not store")
-        value = stored[into]
-        if into.meta["val"].dtype.itemsize != 2 or after not in (value, *value.all_input_nodes):
-            raise NoSpelling("a bitmap of other values than it stores")
-        return into
 
     def of_kind(self, kind: Kind, nodes: Iterable[Node]) -> list[Node]:
         """Return the nodes of a kind, among some nodes."""

@@ -47,9 +47,8 @@ CHUNK = 128
 #: does joining hi and an error term: 2**127 and 2**15.
 LIMITS = {torch.bfloat16: 0x7F000000, torch.float16: 0x47000000}
 
-PRELUDE, PRELUDE_F16, PRELUDE_BITS = (
-    Path(__file__).with_name(name).read_text(encoding="utf-8")
-    for name in ("prelude.h", "prelude_f16.h", "prelude_bits.h")
+PRELUDE, PRELUDE_F16 = (
+    Path(__file__).with_name(name).read_text(encoding="utf-8") for name in ("prelude.h", "prelude_f16.h")
 )
 
 
@@ -94,8 +93,7 @@ def _source(names: Names, body: Sequence[str], more: Sequence[str]) -> str:
     ]
     signature = ", ".join([*parameters, *more])
     dtypes = {node.meta["val"].dtype for node in elements.nodes if isinstance(node.meta["val"], torch.Tensor)}
-    others = [*[PRELUDE_F16] * (torch.float16 in dtypes), *[PRELUDE_BITS] * bool(elements.bitmaps)]
-    prelude = "\n".join([PRELUDE, *others])
+    prelude = f"{PRELUDE}\n{PRELUDE_F16}" if torch.float16 in dtypes else PRELUDE
     functions = "\n".join(names.functions.values())
     lines = "\n".join(_indented(body))
     return f"""{prelude}
@@ -138,7 +136,6 @@ class _Flat:
         ]
         self.apart = {store: f"{store.into.name}_out" for store in self.stores if _is_apart(store)}
         self.totals = [(store.into.name, store.value.all_input_nodes[0]) for store in elements.totals]
-        self.bitmaps = [(store.into.name, elements.compared(store).name) for store in elements.bitmaps]
         measured = [value for _, values in self.sums for value in values]
         measured += [value for _, value in self.totals]
         self.kept = elements.kept([*(store.value for store in self.stores), *measured])
@@ -204,7 +201,6 @@ class _Flat:
             self.names.functions[f"SumsOf{len(values)}"] = sums_class(sums_of_values(len(values)), CHUNK)
         for total, _ in self.totals:
             lines += [_buffer(f"{total}_of", "float"), f"double {total}_lanes[16] = {{}};"]
-        lines += [_buffer(f"{compared}_before", "uint16_t") for _, compared in self.bitmaps]
         return lines
 
     def _reads(self) -> list[str]:
@@ -213,7 +209,6 @@ class _Flat:
             lines += _loop([f"{node.name}_in[j] = {node.name}[at + j];"])
         for name in map(_source_of, self.halves_read):
             lines.append(f"read_f16({name} + at, {name}_in, count);")
-        lines += [f"__builtin_memcpy({x}_before, {x} + at, 2 * count);" for _, x in self.bitmaps]
         return lines
 
     def _writes(self) -> list[str]:
@@ -229,7 +224,6 @@ class _Flat:
             buffers = ", ".join(f"{row}_of{k}" for k, _ in enumerate(values))
             lines.append(f"sums_of_{row}.add({buffers}, count);")
         lines += [f"add_up({total}_lanes, {total}_of, count);" for total, _ in self.totals]
-        lines += [f"set_bits({words}, at, {x}_before, {x} + at, count);" for words, x in self.bitmaps]
         return lines
 
     def _loops(self) -> list[str]:

@@ -39,7 +39,6 @@ from collage_fx.numerics import (
     dithered_sum,
     dithered_upper,
     phase,
-    with_bits,
     with_byte,
 )
 from collage_fx.numerics import update_sums as measures
@@ -64,18 +63,6 @@ round_to_storage = define_operator(
 
 #: ``rest(x, hi)``: :func:`collage_fx.numerics.arithmetic.rest` as one operator.
 rest = define_operator("rest(Tensor x, Tensor hi) -> Tensor", arithmetic.rest, None, torch.Tag.pointwise)
-
-#: ``differs(before, after)``: :func:`collage_fx.numerics.arithmetic.differs` as one operator.
-differs = define_operator(
-    "differs(Tensor before, Tensor after) -> Tensor",
-    arithmetic.differs,
-    lambda before, after: torch.empty_like(before, dtype=torch.int32),
-    torch.Tag.pointwise,
-)
-
-#: ``mark_changed(words, changed)``: :func:`collage_fx.numerics.bitmaps.with_bits` as an operator. See Note
-#: [Changed elements] in ``state/changed.py``.
-mark_changed = define_operator("mark_changed(Tensor words, Tensor changed) -> Tensor", with_bits)
 
 #: ``once(x)``: ``x``, computed once and kept in memory, rather than in every place that reads it.
 once = define_operator("once(Tensor x) -> Tensor", torch.clone)
@@ -197,7 +184,6 @@ class Elementwise(NamedTuple):
 ELEMENTWISE = (
     Elementwise(round_to_storage, arithmetic.round_to_storage, FLOATS[:1], torch.float32),
     Elementwise(rest, arithmetic.rest, FLOATS[:2], torch.float32),
-    Elementwise(differs, arithmetic.differs, FLOATS[:2], torch.int32),
     Elementwise(UPPER_HALF, arithmetic.upper_half, FLOATS[:1], torch.float32),
     Elementwise(LOWER_HALF, arithmetic.lower_half, FLOATS[:1], torch.int16),
     Elementwise(WITH_LOWER_HALF, arithmetic.with_lower_half, (torch.float32, torch.int16), torch.float32),

@@ -134,8 +134,6 @@ class StateTensor:
         dithers_sum: set by ``sum-changes``: whether the sum that is stored is rounded by dither.
         intended: set by ``compensate-wide``: the float32 new value that is split and stored.
         row: set by ``measure``: placeholders of the row that its sums and sizes are stored into.
-        changed: set by ``allocate`` for a parameter whose changes are tracked: placeholder of the words of a
-            bitmap of its changed elements.
     """
 
     placeholder: Node
@@ -158,7 +156,6 @@ class StateTensor:
     dithers_sum: bool = False
     intended: Node | None = None
     row: tuple[Node, ...] = ()
-    changed: Node | None = None
 
     @property
     def compensated(self) -> bool:
@@ -189,13 +186,7 @@ class StateTensor:
 
     @property
     def added_inputs(self) -> tuple[Node, ...]:
-        """Placeholders of an expansion other than hi, and of the bitmap of changed elements."""
-        encoded = self.encoded
-        return encoded if self.changed is None else (*encoded, self.changed)
-
-    @property
-    def encoded(self) -> tuple[Node, ...]:
-        """Placeholders that the error format's ``store`` takes behind hi."""
+        """Placeholders of an expansion other than hi, which the error format's ``store`` takes behind hi."""
         return self.auxiliaries if self.start is None else (*self.auxiliaries, self.start)
 
     @property
@@ -271,7 +262,6 @@ class StepProgram:
         changes: whether the changes of a state are summed before they are added to it, likewise.
         summed: set by ``sum-changes``: number of updates that it has rewritten.
         packed: ``(format of signed state, format of never negative state)`` if state is packed; else None.
-        tracks_changes: whether each parameter gets a bitmap of its changed elements.
         takes_float32: whether float32 parameters and their state are among ``states``, because state is to be
             packed or its bytes are limited.
         captured: a copy of the graph as captured if the step is measured; else None.

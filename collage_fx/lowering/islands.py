@@ -50,7 +50,6 @@ from collage_fx.graph import (
     is_dense,
     is_elementwise,
     is_number,
-    mark_changed,
     may_raise,
     reached,
     stored,
@@ -63,8 +62,8 @@ from collage_fx.lowering.parts import Part
 from collage_fx.lowering.rules import is_total, nodes_of, order_in_memory, rule_of
 from collage_fx.numerics import BLOCK_OPERATORS, PHASES
 
-#: Sums and counts over all elements, and bitmaps of elements, which are stored beside the elements.
-ROWS = (update_sums, update_sizes, mark_changed)
+#: Sums and counts over all elements, which are stored beside the elements.
+ROWS = (update_sums, update_sizes)
 
 #: Operators of ours, which Inductor is not given.
 OURS = {*(each.operator for each in ELEMENTWISE), PHASES, *BLOCK_OPERATORS, *ROWS}
@@ -233,8 +232,6 @@ class _Cut:
                 return None
         elif node.target in BLOCK_OPERATORS:
             elements = elements[:1]
-        elif node.target is mark_changed:
-            elements = elements[1:]
         spaces = {self._space[each] for each in elements} - {ANY}
         # A copy may have another order in memory than what it copies.
         is_moved = node.target not in (*BLOCK_OPERATORS, *ROWS) and not spaces <= {_layout(node)}

@@ -17,7 +17,6 @@ import torch
 from torch import Tensor
 
 from collage_fx.codegen import (
-    BITMAP,
     FIRST_OF_PIECE,
     FLAGS,
     LENGTH,
@@ -33,7 +32,7 @@ from collage_fx.codegen import (
 from collage_fx.errors import FailedLoweringError
 from collage_fx.graph import Reason, Reasons, device_facts, placeholders
 from collage_fx.lowering.attempts import compile_somehow, inductors_faults
-from collage_fx.lowering.measured_rules import summed, table_bitmaps, table_sums
+from collage_fx.lowering.measured_rules import summed, table_sums
 from collage_fx.lowering.products import called_products, has_products_alone
 from collage_fx.lowering.rule_graphs import graph_of
 from collage_fx.lowering.rules import LONGEST, Line, Rule
@@ -130,7 +129,7 @@ def compile_rule(rule: Rule) -> Kernel | Reason:
             with scope:
                 call = called_products(graph_of(rule, scope, HINT))
             return Kernel(call, device=rule.device, reasons=(("in one call for all tensors", over_table),))
-    elif rule.flat and (rule.is_measured or rule.totals or rule.bitmaps):
+    elif rule.flat and (rule.is_measured or rule.totals):
         over_table = _compiled(rule, by_element=True)
     return over_table if isinstance(over_table, Kernel) else _compiled(rule, no_table=over_table)
 
@@ -192,7 +191,6 @@ def _columns(rule: Rule, inputs: Sequence[Any], arguments: Sequence[int]) -> tup
     before = rule.flat + rule.is_placed + (rule.columns > 0)
     lines = [i for i, line in enumerate(rule.lines) if line.target is None]
     kinds = {before + i: SUMS_OF_PIECE for i, line in enumerate(lines) if line in rule.sums}
-    kinds |= {before + i: BITMAP for i, line in enumerate(lines) if line in rule.bitmaps}
     for i, target in rule.totals.items():
         kinds[before + len(lines) + i] = MEAN if target is torch.ops.aten.mean.default else TOTAL
     if rule.flat:
@@ -216,7 +214,7 @@ def _compiled(rule: Rule, *, by_element: bool = False, no_table: Reason | None =
 
     Args:
         rule: the rule of any part that the kernel will serve.
-        by_element: whether sums, counts and bitmaps are stored element by element, for a kernel over a table
+        by_element: whether sums and counts are stored element by element, for a kernel over a table
             to take.
         no_table: why there is no kernel over a table, if that is known. A kernel for one tensor at a time has
             no table from which to read a number of the host, and does not sum: then there is a reason.
@@ -319,6 +317,5 @@ def _table_kernel(rule: Rule, code: str, inputs: Sequence[Any], *, by_element: b
     tensors = ((i, each) for i, each in enumerate(inputs) if isinstance(each, Tensor))
     elements = [i for i, each in tensors if bytes_of_a_unit(rule, each)]
     sums = table_sums(rule, len(inputs)) if by_element else None
-    bitmaps = table_bitmaps(rule, len(inputs)) if by_element else {}
-    found = table_kernel(code, len(inputs), 0 if rule.flat else None, elements, sums, bitmaps)
+    found = table_kernel(code, len(inputs), 0 if rule.flat else None, elements, sums)
     return Reason(found, ", ".join(sorted(rule.operations))) if isinstance(found, str) else found

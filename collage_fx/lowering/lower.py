@@ -26,7 +26,6 @@ from collage_fx.graph import (
     Reasons,
     Repetition,
     Role,
-    StateTensor,
     StepProgram,
     Unit,
     copies_to_inputs,
@@ -143,7 +142,6 @@ def lower(
             index,
             program.infos[index],
             state.error_format,
-            tracks=isinstance(state, StateTensor) and state.changed is not None,
             reads=isinstance(state, ReadExpansion),
         )
         for state in program.expansions

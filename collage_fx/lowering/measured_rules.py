@@ -1,4 +1,4 @@
-"""Sums, counts and bitmaps that a kernel over a table computes instead of stores: Note [Sums of a launch]."""
+"""Sums and counts that a kernel over a table computes instead of stores: Note [Sums of a launch]."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ import torch
 from collage_fx.codegen import MEAN, TOTAL
 from collage_fx.graph import (
     Sums,
-    mark_changed,
     sums_of_update,
     update_size,
     update_sizes,
@@ -28,17 +27,16 @@ aten = torch.ops.aten
 
 
 def stores_of_sums(rule: Rule) -> list[tuple[int | None, Line]]:
-    """Return the stores of sums, counts and bitmaps of a flat rule, bitmaps last.
+    """Return the stores of sums and counts of a flat rule.
 
     Each is the line that it is stored into, None for a total, and the line of its value.
     """
     stored = [(into, rule.lines[value]) for into, value in rule.stores]
-    found = [
+    return [
         (into, line)
         for into, line in stored
         if line.target in (update_sums, update_sizes) or (into is None and line.target in TOTALS)
     ]
-    return found + [(into, line) for into, line in stored if line.target is mark_changed]
 
 
 def _sums_of(line: Line) -> Sums:
@@ -47,20 +45,12 @@ def _sums_of(line: Line) -> Sums:
 
 
 def values_of(line: Line) -> list[tuple[Any, tuple[Any, ...]]]:
-    """Return operators and arguments of the values stored for each element of a sum, count or bitmap."""
+    """Return operators and arguments of the values stored for each element of a sum or count."""
     if line.target is update_sizes:
         return [(update_size, line.args)]
     if line.target in TOTALS:
         return [(aten.clone.default, line.args)]
-    if line.target is mark_changed:
-        return [(aten.clone.default, line.args[1:])]
     return [(update_value, (*line.args, i)) for i in range(_sums_of(line).values)]
-
-
-def table_bitmaps(rule: Rule, inputs: int) -> dict[int, int]:
-    """Return the bitmaps of a kernel over a table: argument of the changed elements -> argument of words."""
-    words = [into for into, line in stores_of_sums(rule) if line.target is mark_changed and into is not None]
-    return {inputs - len(words) + i: _argument(rule, into) for i, into in enumerate(words)}
 
 
 def _argument(rule: Rule, line: int) -> int:
@@ -72,14 +62,12 @@ def _argument(rule: Rule, line: int) -> int:
 def table_sums(rule: Rule, inputs: int) -> TableSums | None:
     """Return the sums of a kernel over a table, whose last inputs are the values of elements."""
     lines = [line for _, line in stores_of_sums(rule)]
-    if all(line.target is mark_changed for line in lines):
+    if not lines:
         return None
     arguments = iter(range(inputs - sum(len(values_of(line)) for line in lines), inputs))
     tensors, sizes = list[SummedValues](), list[int]()
     for line in lines:
         of_line = tuple(itertools.islice(arguments, len(values_of(line))))
-        if line.target is mark_changed:
-            continue
         if line.target is update_sizes:
             sizes += of_line
         elif line.target in TOTALS:
@@ -110,8 +98,6 @@ def summed(rule: Rule) -> tuple[Summed, ...]:
     found = []
     parts = counters = 0
     for into, line in stores_of_sums(rule):
-        if line.target is mark_changed:
-            continue
         if into is None:
             total = MEAN if line.target is aten.mean.default else TOTAL
             found.append(Summed(first + len(lines) + next(results), 0, parts, total=total))

@@ -16,8 +16,7 @@ from torch.fx import Graph, GraphModule, Node
 from collage_fx.codegen import REVISION
 from collage_fx.graph import rest
 from collage_fx.lowering.measured_rules import stores_of_sums, values_of
-from collage_fx.lowering.rules import Columns, First, Length, Reference, Rule, Words
-from collage_fx.numerics import BITS
+from collage_fx.lowering.rules import Columns, First, Length, Reference, Rule
 from collage_fx.torch_compat import SymbolicScope, add_to_cache_key, pytree
 
 aten = torch.ops.aten
@@ -35,9 +34,7 @@ def graph_of(rule: Rule, scope: SymbolicScope, hint: int, *, by_element: bool = 
     columns = scope.length("c", hint) if rule.columns else None
     if rule.columns:
         _input(graph, "columns", scope.tensor((), (), torch.int64, rule.device))
-    # A kernel over a table is given the address of a bitmap, which no operation of this graph reads.
-    words = 1 if by_element or not rule.bitmaps else scope.length("w", hint // BITS)
-    sizes: dict[type, Any] = {Length: length, Columns: columns, First: first, Words: words}
+    sizes: dict[type, Any] = {Length: length, Columns: columns, First: first}
     made: dict[int, Node] = {}
     for i, line in enumerate(rule.lines):
         if line.target is None:

@@ -24,8 +24,7 @@ tensors ``[n, 32]`` and scales ``[n, 1]``, with n the number of blocks, where ot
 Sums over all elements (``update_sums``, Note [Metrics]) leave a rule flat: the order in which they are taken
 is of no account. So do counts over a sample (``update_sizes``), but only of a tensor as a whole: they become
 a part of their own, before the one that overwrites what they are made of. A kernel over a table sums and
-counts block by block (Note [Sums of a launch]). The bitmap of changed elements (``mark_changed``) is written
-beside the elements: a kernel has whole words of it, as long as it is called for pieces of whole words.
+counts block by block (Note [Sums of a launch]).
 
 Beside its elements a flat rule on the host may read numbers of rows or columns: Note [Rows and columns] in
 ``broadcasts.py``.
@@ -50,7 +49,6 @@ from collage_fx.graph import (
     is_dense,
     is_elementwise,
     is_number,
-    mark_changed,
     may_raise,
     size_argument,
     stored,
@@ -81,16 +79,6 @@ class Length:
 
 
 THE_LENGTH = Length()
-
-
-class Words:
-    """Placeholder for the symbolic number of words of a bitmap in the arguments of an operation."""
-
-    def __repr__(self) -> str:
-        return "words"
-
-
-THE_WORDS = Words()
 
 
 class Columns:
@@ -204,12 +192,6 @@ class Rule:
     def _is_sum(self, line: int) -> bool:
         return self.lines[line].target is update_sums
 
-    @property
-    def bitmaps(self) -> set[int]:
-        """Input lines of the words of bitmaps."""
-        stores = ((into, value) for into, value in self.stores if into is not None)
-        return {into for into, value in stores if self.lines[value].target is mark_changed}
-
 
 def rule_of(part: Part) -> Rule:
     """Return the rule of a part of a graph."""
@@ -262,7 +244,7 @@ class _Writer:
         self.rows = {
             node
             for store in part.stores
-            if stored(store).target in (update_sums, update_sizes, mark_changed)
+            if stored(store).target in (update_sums, update_sizes)
             for node in store.all_input_nodes
         }
         self.has_blocks = any(node.target in BLOCK_OPERATORS for node in self.nodes)
@@ -392,8 +374,6 @@ class _Writer:
             return (type(node.meta["val"]),)
         if self.flat and value.dim() > 0 and node not in self.rows:
             return value.dtype, value.device, *self._flat_layout(value)
-        if self.flat and any(user.target is mark_changed for user in node.users):
-            return value.dtype, value.device, (THE_WORDS,), (1,)
         return value.dtype, value.device, tuple(value.shape), tuple(value.stride())
 
     def _flat_layout(self, value: Tensor) -> tuple[tuple[Any, ...], tuple[Any, ...]]:

@@ -5,7 +5,6 @@ compilers.
 """
 
 from collage_fx.numerics.arithmetic import DoubleWord
-from collage_fx.numerics.bitmaps import BITS, dtype_of_indices, elements_of, with_bits, words_for
 from collage_fx.numerics.blocks import (
     BLOCK,
     BLOCK_CODES,
@@ -75,7 +74,6 @@ from collage_fx.numerics.operators import define_operator
 from collage_fx.numerics.update_sums import OCTAVES, ROW, SIZES, SUMS
 
 __all__ = [
-    "BITS",
     "BLOCK",
     "BLOCK_CODES",
     "BLOCK_OPERATORS",
@@ -124,8 +122,6 @@ __all__ = [
     "dithered_byte",
     "dithered_sum",
     "dithered_upper",
-    "dtype_of_indices",
-    "elements_of",
     "format_named",
     "from_blocks",
     "in_map",
@@ -138,7 +134,5 @@ __all__ = [
     "storage_format",
     "units_of_block",
     "why_no_blocks",
-    "with_bits",
     "with_byte",
-    "words_for",
 ]

@@ -151,11 +151,6 @@ def rest(value: Tensor, hi: Tensor) -> Tensor:
     return finite_or_zero(value - hi, hi)
 
 
-def differs(before: Tensor, after: Tensor) -> Tensor:
-    """Return 1 where the bits of two float32 numbers differ, and 0 elsewhere, as int32."""
-    return (before.view(torch.int32) != after.view(torch.int32)).to(torch.int32)
-
-
 def finite_or_zero(lo: Tensor, hi: Tensor) -> Tensor:
     """Replace ``lo`` by zero where ``hi`` is not finite."""
     zero = torch.zeros((), dtype=lo.dtype, device=lo.device)

@@ -33,7 +33,7 @@ class TensorReport:
         error_format: name of the format that the tensor is stored in; empty if it has none.
         packed: whether the format keeps no hi.
         bytes: bytes of the tensor, or of its packed form.
-        error_bytes: bytes of the auxiliaries beside the tensor, and of the bitmap of its changed elements.
+        error_bytes: bytes of the auxiliaries beside the tensor.
         inputs: names of the graph inputs of the tensor and its auxiliaries.
     """
 
@@ -101,8 +101,7 @@ def tensor_report(state: StateTensor) -> TensorReport:
         error_format="" if fmt is None else fmt.name,
         packed=state.packed,
         bytes=state.error_format.nbytes(like) if state.packed else like.nbytes,
-        error_bytes=(0 if fmt is None or state.packed else fmt.nbytes(like))
-        + (0 if state.changed is None else state.changed.meta["val"].nbytes),
+        error_bytes=0 if fmt is None or state.packed else fmt.nbytes(like),
         inputs=(state.placeholder.name, *(node.name for node in state.added_inputs)),
     )
 

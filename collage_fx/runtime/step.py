@@ -19,14 +19,11 @@ from collage_fx.numerics import ErrorFormat
 from collage_fx.runtime.calls import Present
 from collage_fx.runtime.layouts import Expected, Layouts, picking, refuse_layout
 from collage_fx.state import (
-    CompensatedWrites,
     ErrorTermRecord,
     buffers_version,
-    changed_elements,
     ensure_record,
     has_error_terms,
     note_new,
-    owner_of_changes,
 )
 from collage_fx.torch_compat import Sharding, boxed_call, local_tensor
 
@@ -119,7 +116,6 @@ class WholeStep:
         gradients: mapping from the index of a gradient that Dynamo does not pass to its parameter's index.
         members: the members in the order of ``Repetition.members``, if members come and go.
         distributed: shardings of DTensors by index; the step takes this process's shards.
-        tracked: indices of the inputs whose changed elements the step notes.
     """
 
     def __init__(
@@ -131,7 +127,6 @@ class WholeStep:
         gradients: Mapping[int, int],
         members: Sequence[Member],
         distributed: Mapping[int, Sharding],
-        tracked: Sequence[int] = (),
     ) -> None:
         self.step = step
         self.bound = bound
@@ -141,14 +136,11 @@ class WholeStep:
         order = {index: i for i, index in enumerate(known)}
         self.in_order = picking([order[index] for index in behind])
         self.updated = updated
-        self.tracked = tracked
         self.members = members
         #: Members by the index of their gradient, which may be None. Members that share it stand in alike.
         self.by_gradient = {each.gradient: each for each in members}
         #: Present members, and a function that picks the inputs that they update, by the absent gradients.
-        self._known: dict[tuple[int, ...], tuple[Present | None, Picking, CompensatedWrites]] = {
-            (): (None, picking(updated), self._writes(tracked))
-        }
+        self._known: dict[tuple[int, ...], tuple[Present | None, Picking]] = {(): (None, picking(updated))}
         # The sharding of a bound DTensor cannot have changed since the capture.
         self.distributed = [(i, pieces if i >= len(bound) else None) for i, pieces in distributed.items()]
 
@@ -159,31 +151,27 @@ class WholeStep:
         absent = tuple(
             [i for i in self.by_gradient if (gradient := values[i]) is None or id(gradient) in stand_ins]
         )
-        present, updated, writes = self._known.get(absent) or self._without(absent)
+        present, updated = self._known.get(absent) or self._without(absent)
         if present is not None and not any(present.members):
             return ()
         for index in absent:
             if values[index] is None:
                 member = self.by_gradient[index]
                 values[index] = member.stand_in(values[member.parameter])
-        with writes, torch.no_grad():
+        with torch.no_grad():
             torch.autograd.graph.increment_version(updated(values))
             for index, pieces in self.distributed:
                 values[index] = local_tensor(values[index], pieces)
             return self.step(values) if present is None else self.step(values, present)
 
-    def _writes(self, tracked: Sequence[int]) -> CompensatedWrites:
-        return CompensatedWrites([owner_of_changes(self.bound[index]) for index in tracked])
-
-    def _without(self, absent: tuple[int, ...]) -> tuple[Present | None, Picking, CompensatedWrites]:
+    def _without(self, absent: tuple[int, ...]) -> tuple[Present | None, Picking]:
         """Return the members that have gradients, and the inputs that are updated."""
         if len(self._known) > MOST_PATTERNS:
             self._known = {(): self._known[()]}
         present = array("b", [each.gradient not in absent for each in self.members])
         inputs = frozenset().union(*(each.inputs for each in self.members if each.gradient in absent))
         updated = picking([index for index in self.updated if index not in inputs])
-        writes = self._writes([index for index in self.tracked if index not in inputs])
-        self._known[absent] = Present(present, inputs), updated, writes
+        self._known[absent] = Present(present, inputs), updated
         return self._known[absent]
 
 
@@ -216,16 +204,13 @@ class MakingStep:
         return tuple(results)
 
 
-def bind(
-    index: int, info: InputInfo, error_format: ErrorFormat, *, tracks: bool = False, reads: bool = False
-) -> Binding:
+def bind(index: int, info: InputInfo, error_format: ErrorFormat, *, reads: bool = False) -> Binding:
     """Return a binding that finds the error terms of an input; create them now if the input is bound.
 
     Args:
         index: index of the input.
         info: facts about it.
         error_format: format of its error terms.
-        tracks: whether the step takes the bitmap of its changed elements behind them.
         reads: whether the step only reads them; then none are created.
     """
     if not info.bound or info.tensor is None:
@@ -234,7 +219,7 @@ def bind(
         return Binding(index, error_format, info.name, TensorWeakRef(info.tensor), reads=True)
     record = ensure_record(info.tensor, error_format, name=info.name)
     bound = TensorWeakRef(info.tensor)
-    return Binding(index, error_format, info.name, bound, weakref.ref(record), tracks, reads)
+    return Binding(index, error_format, info.name, bound, weakref.ref(record), reads)
 
 
 @dataclass
@@ -252,7 +237,6 @@ class Binding:
         name: the user's name of the input.
         bound: the tensor, if it is an attribute of the module.
         record: the remembered record of a bound tensor.
-        tracks: whether the step takes the bitmap of the tensor's changed elements, too.
         reads: whether the step only reads the error terms. A tensor without error terms is read with zeros.
     """
 
@@ -261,7 +245,6 @@ class Binding:
     name: str
     bound: TensorWeakRef | None = None
     record: Callable[[], ErrorTermRecord | None] = lambda: None
-    tracks: bool = False
     reads: bool = False
 
     @property
@@ -275,10 +258,7 @@ class Binding:
             tensor = self._tensor_in(arguments)
             if not has_error_terms(tensor):
                 return self.error_format.zeros(local_tensor(tensor))
-        record = self.record_in(arguments)
-        added = record.use(self.name)
-        owner = record.owner()
-        return (*added, changed_elements(owner).words) if self.tracks and owner is not None else added
+        return self.record_in(arguments).use(self.name)
 
     def record_in(self, arguments: Sequence[Any]) -> ErrorTermRecord:
         """Return the record of the input in a call."""

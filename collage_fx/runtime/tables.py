@@ -16,12 +16,11 @@ from array import array
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
-from collage_fx.codegen import BITMAP, FIRST_OF_PIECE, LENGTH, NO_PLACE
+from collage_fx.codegen import FIRST_OF_PIECE, LENGTH, NO_PLACE
 from collage_fx.runtime.kernels import Call
 
 #: Bytes of a word.
 WORD = 8
-BITS_OF_A_BYTE = 8
 
 #: Memory that a word's offset may be relative to: a table's numbers, its cells, and the memory for sums.
 NUMBERS, CELLS, SUMS = "numbers", "cells", "sums"
@@ -95,8 +94,6 @@ class Table:
                 yield Word(offset=piece.length)
             elif column.kind == FIRST_OF_PIECE:
                 yield self._address_of(Word(offset=piece.offset * kernel.width))
-            elif column.kind == BITMAP:
-                yield Word(self.place_of(value), offset=piece.offset * kernel.width // BITS_OF_A_BYTE)
             elif column.of_host:
                 yield self._address_of(Word(self.place_of(value), column.of_host))
             elif value in self.cells:

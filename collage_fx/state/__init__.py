@@ -1,11 +1,5 @@
 """State that outlives a step: error terms and packed state, with saving, loading and checks."""
 
-from collage_fx.state.changed import (
-    CompensatedWrites,
-    changed_elements,
-    known_changes,
-    owner_of_changes,
-)
 from collage_fx.state.checkpoint import (
     adopt,
     carry_along,
@@ -54,7 +48,6 @@ from collage_fx.state.packed import is_packed, unpack
 from collage_fx.state.replaced_state import (
     note_held,
     note_step,
-    note_writes_between_steps,
     noting_steps,
     settle_replaced,
 )

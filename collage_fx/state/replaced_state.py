@@ -32,7 +32,6 @@ from torch.optim import Optimizer
 from torch.utils.weak import TensorWeakRef
 
 from collage_fx.numerics import ErrorFormat, is_low_precision
-from collage_fx.state.changed import note_write
 from collage_fx.state.claims import Claims, some
 from collage_fx.state.error_terms import (
     hand_over,
@@ -194,13 +193,6 @@ def note_step(optimizer: Optimizer) -> None:
     """Note that a compensated step of an optimizer has ended, with its parameters as they are."""
     if (held := _held.get(optimizer)) is not None:
         held.written.note()
-
-
-def note_writes_between_steps() -> None:
-    """Note the parameters that have been written to through ``.data`` since their optimizer's last step."""
-    for held in list(_held.values()):
-        for tensor in held.written.written():
-            note_write(tensor)
 
 
 def noting_steps(

@@ -28,7 +28,6 @@ from operator import attrgetter, is_
 from torch import Tensor
 
 from collage_fx.codegen import PEEKED, Peek, is_library_loaded
-from collage_fx.state.changed import note_write
 from collage_fx.state.claims import some
 from collage_fx.state.error_terms import ErrorTermRecord, next_event, record_of, same_elements
 from collage_fx.state.packed import PackedTensor
@@ -129,14 +128,6 @@ class WriteDetector:
         self._copies[i] = hi.clone()
         return None
 
-    def written(self) -> list[Tensor]:
-        """Return the parameters whose sampled elements have changed since the last step."""
-        if (now := self._sampled()) is None:
-            return []
-        return [
-            tensor for i, tensor in enumerate(self.tensors) if not self._has_same_elements(i, now[_part(i)])
-        ]
-
     def _sampled(self) -> array[int] | None:
         """Return sampled elements of all parameters; None if they are elsewhere, or have other sizes now."""
         if self._peek is None or self._lengths != [*map(Tensor.numel, self.tensors)]:
@@ -208,7 +199,6 @@ class WriteDetector:
                 continue
             if is_written_elsewhere(tensor):
                 continue
-            note_write(tensor)
             hi = local_tensor(tensor.detach())
             if i in self._copies and self._copies[i].shape == hi.shape:
                 record.keep_where(same_elements(self._copies[i], hi))

@@ -11,8 +11,6 @@ words: an address for each pointer, and the length. A program finds its row and 
 * ``tl.program_id(0)`` becomes the index of the block in its tensor.
 * The mask of a full block is all ones, which Triton omits: then the block loads and stores 16 bytes at a
   time, whatever the length of the tensor. The last block of a tensor keeps its mask.
-* A kernel that notes changed elements stores no number for each element: where Inductor's code stores it,
-  words of a bitmap are updated, of which a block has whole ones.
 
 Several kernels of numbers alone, or of the elements of one length, are called in sequence in a single
 program, with a barrier in between: an element that a kernel reads has been written by the same program.
@@ -126,7 +124,6 @@ def table_kernel(
     length: int | None,
     elements: Collection[int],
     sums: TableSums | None = None,
-    bitmaps: Mapping[int, int] | None = None,
 ) -> TableKernel | str:
     """Make a kernel over a table of Inductor's code for one tensor, or return why that is impossible.
 
@@ -136,8 +133,6 @@ def table_kernel(
         length: index of the argument that is the length; None if all arguments are numbers.
         elements: indices of the arguments that are tensors with elements.
         sums: sums that replace stores. The addresses of partial sums and counters are in two more columns.
-        bitmaps: bitmaps that replace stores: index of the argument that 1 would be stored into for each
-            changed element, 0 for others -> index of the argument of the bitmap's words.
     """
     try:
         module = ast.parse(code)
@@ -145,7 +140,7 @@ def table_kernel(
         runs = _runs(module, kernels, arguments)
         if length is not None:
             _check_lengths(kernels, runs, length)
-        return _framed(kernels, runs, length, frozenset(elements), sums, bitmaps or {})
+        return _framed(kernels, runs, length, frozenset(elements), sums)
     except _Unlike as difference:
         return str(difference)
 
@@ -299,15 +294,13 @@ def _framed(
     length: int | None,
     elements: frozenset[int],
     sums: TableSums | None,
-    bitmaps: Mapping[int, int],
 ) -> TableKernel:
     """Write the runs of kernels for one tensor as one kernel, in which a tensor is a row of a table."""
     columns: dict[int, str] = {}  # Inductor has two names for what is read and written in place: one address
     calls = []
     accesses: list[int] = []
-    # Parameters of each of Inductor's kernels whose stores become sums, or bits of words.
+    # Parameters of each of Inductor's kernels whose stores become sums.
     summed: dict[str, dict[str, int]] = {name: {} for name in kernels}
-    noted: dict[str, set[str]] = {name: set() for name in kernels}
     for name, passed in runs:
         given = []
         for (parameter, kind), value in zip(kernels[name].signature.items(), passed, strict=True):
@@ -318,10 +311,6 @@ def _framed(
             elif sums is not None and value.number in sums.arguments:
                 summed[name][parameter] = value.number
                 given.append("0")
-            elif value.number in bitmaps:
-                noted[name].add(parameter)
-                columns.setdefault(bitmaps[value.number], "*i32")
-                given.append(f"p{bitmaps[value.number]}")
             elif kind in _TYPES:
                 columns.setdefault(value.number, kind)
                 given.append(f"p{value.number}")
@@ -330,8 +319,7 @@ def _framed(
         named = dict(zip(kernels[name].signature, passed, strict=True))
         accessed = (named.get(parameter) for parameter in _accessed(kernels[name].function))
         numbers = [each.number for each in accessed if isinstance(each, _Argument)]
-        apart = {*bitmaps, *(() if sums is None else sums.arguments)}
-        accesses += [number for number in numbers if number not in apart]
+        accesses += [number for number in numbers if sums is None or number not in sums.arguments]
         calls.append(_called(name, given, length, sums))
     loads = []
     for i, (number, kind) in enumerate(columns.items()):
@@ -347,8 +335,6 @@ def _framed(
         loads.append(f"left = tl.load(row + {len(columns)}).to(tl.int32)")
     tile = BLOCK if sums is None else TILE
     size = 1 if length is None else max(1, tile // _elements_of_a_unit(first.function))
-    if sum(map(len, noted.values())) < len(bitmaps):
-        raise _Unlike("Inductor's kernel does not store every changed element")
     if sums is not None and {n for of in summed.values() for n in of.values()} != {*sums.arguments}:
         raise _Unlike("Inductor's kernel does not store every value of a sum")
     if sums is not None and len(kernels) < len(runs):
@@ -356,9 +342,7 @@ def _framed(
     if sums is not None and size * sums.width != TILE:
         raise _Unlike(f"the kernel's units of {sums.width} elements do not fill a tile of {TILE}")
     rewriting = functools.partial(_Rewriting, sums, masked=length is not None)
-    bodies = "\n\n".join(
-        _body(each, kernels[each], rewriting(summed=summed[each], noted=noted[each])) for each in kernels
-    )
+    bodies = "\n\n".join(_body(each, kernels[each], rewriting(summed=summed[each])) for each in kernels)
     if sums is not None:
         if any(bodies.count(f"= _add_terms_{i}(") != 1 for i in range(len(sums.tensors))):
             raise _Unlike("several of Inductor's Triton kernels store the values of one sum")
@@ -369,8 +353,6 @@ def _framed(
             f"partials = tl.load(row + {len(held)}).to(tl.pointer_type(tl.float64)) + block",
             f"counters = tl.load(row + {len(held) + 1}).to(tl.pointer_type(tl.float64))",
         ]
-    if bitmaps:
-        bodies = f"{_SET_BITS}\n\n{bodies}"
     stores = [] if sums is None else sums.stores(f"tl.cdiv(left, XBLOCK * {TILES})")
     kind = "numbers" if length is None else "update" if sums is None else "measured_update"
     name = f"collage_{kind}_{hashlib.sha256((bodies + str(calls)).encode()).hexdigest()[:8]}"
@@ -490,20 +472,6 @@ def _largest(values, dim: tl.constexpr):
 """
 
 
-#: Function that sets the bits of a block's changed elements, 32 in a word. Words without changes are not
-#: touched, nor are those behind the last element.
-_SET_BITS = """@triton.jit
-def _set_bits(words, block, changed, mask):
-    WORDS: tl.constexpr = changed.numel // 32
-    bits = tl.reshape(tl.where(mask, changed, 0).to(tl.int32), [WORDS, 32]) << tl.arange(0, 32)[None, :]
-    new = tl.sum(bits, 1)
-    at = words + block * WORDS + tl.arange(0, WORDS)
-    tl.store(at, tl.load(at, mask=new != 0, other=0) | new, mask=new != 0)
-
-
-"""
-
-
 def _indented(text: str) -> str:
     return "\n".join(f"    {line}" for line in text.splitlines())
 
@@ -545,15 +513,11 @@ class _Rewriting(ast.NodeTransformer):
     Args:
         sums: the sums of the kernel, if any.
         summed: mapping from parameters whose stores become sums or counts to the numbers of their arguments.
-        noted: parameters whose stores become bits of words.
         masked: whether the kernel has tensors.
     """
 
-    def __init__(
-        self, sums: TableSums | None, summed: Mapping[str, int], noted: Collection[str], *, masked: bool
-    ) -> None:
+    def __init__(self, sums: TableSums | None, summed: Mapping[str, int], *, masked: bool) -> None:
         self.sums = sums
-        self.noted = noted
         self.summed = summed
         self.stored: dict[int, tuple[str, str, str]] = {}
         self.masked = masked
@@ -574,8 +538,6 @@ class _Rewriting(ast.NodeTransformer):
         if isinstance(call, ast.Call) and ast.unparse(call.func) == "tl.store":
             address, value, mask = map(ast.unparse, call.args)
             pointer, _, place = address.partition(" + ")
-            if pointer in self.noted:
-                return ast.parse(f"_set_bits({pointer}, block, {value}, {mask})").body[0]
             if self.sums is not None and pointer in self.summed:
                 argument = self.summed[pointer]
                 self.stored[argument] = place, value, mask

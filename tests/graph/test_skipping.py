@@ -230,7 +230,7 @@ def drawn_inputs(program: StepProgram, draw: torch.Generator, dtype: torch.dtype
     inputs.append(torch.ones(()))
     for state in program.expanded:
         hi = inputs[state.position]
-        for node in state.encoded:
+        for node in state.added_inputs:
             value = node.meta["val"]
             term = halves_of_an_ulp(hi) * torch.randint(-2, 3, SHAPE, generator=draw) / 2
             if not value.dim():
@@ -286,7 +286,7 @@ def test_elements_without_a_step_keep_all_bits_and_others_take_it(
         holds &= each(start[4], start[5])
     assert 0 < holds.sum() < holds.numel() or condition in ("a number", "one element")
     masked_ones = {position for position, name in enumerate(("p", "m", "v")) if name in names.split()}
-    owners = [*range(6), *(state.position for state in program.expanded for _ in state.encoded)]
+    owners = [*range(6), *(state.position for state in program.expanded for _ in state.added_inputs)]
     for owner, old, new, one in zip(owners, start, found, taken, strict=True):
         if owner in masked_ones and old.dim():
             assert same_bits(old, new)[~holds].all()
