@@ -15,7 +15,8 @@ time it changes: SGD with a scheduler on a float ``lr`` was compiled once a step
 
 So wherever a symbolic float meets an operator, the operator is decomposed, while AOTAutograd traces it, into
 the multiplications and additions that it stands for (:func:`decompositions`). Graphs without symbolic floats
-are not touched.
+are not touched, except for ``lerp``: torch has another formula for weights from 1/2 on, so that a weight that
+changes would choose between two, and a sum behind a choice is not known to be one. Here all have the first.
 
 ``math.pow(beta, step)``, the usual bias correction, fails one stage earlier: Dynamo itself makes the
 arguments of ``math`` functions constants. A Python spelling that Dynamo can trace is ``float(beta) **
@@ -63,7 +64,9 @@ def decompositions() -> dict[Any, Decomposition]:
         facts, of_element = facts_of(overload), foreach_rule(foreach_name(overload))
         rule = facts.with_number or (of_element and partial(_each, of_element))
         if rule is not None or facts.composite is not None:
-            table[overload] = _where_symbolic(overload, rule, table.get(overload))
+            is_lerp = overload.overloadpacket is torch.ops.aten.lerp
+            otherwise = facts.composite if is_lerp else table.get(overload)
+            table[overload] = _where_symbolic(overload, rule, otherwise)
     return table
 
 
