@@ -14,7 +14,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from collage_fx.graph import InputInfo, Role
 from collage_fx.state import KnownTensor
-from collage_fx.torch_compat import aot_input_of, sharding_of, symbol_source
+from collage_fx.torch_compat import aot_input_of, has_storage, sharding_of, storage_of, symbol_source
 
 #: Low-precision tensors that the step being recorded has made, and may pass from one graph to the next.
 made_in_step = WeakTensorKeyDictionary()
@@ -79,8 +79,7 @@ def describe_input(value: Any, fallback: str, known: Mapping[int, KnownTensor], 
         "spans_closure": value in spanning_closure,
         "is_made": is_made,
     }
-    if id(value) in known:
-        entry = known[id(value)]
+    if (entry := known.get(id(value)) or (None if is_made else _gradient_around(value, known))) is not None:
         is_born = value in born_in_step
         role = Role.CARRIED if is_born and is_made else entry.role
         return InputInfo(entry.name, entry.symbol, role, value, bound, **facts, is_born=is_born)
@@ -90,6 +89,13 @@ def describe_input(value: Any, fallback: str, known: Mapping[int, KnownTensor], 
     else:
         role = Role.CARRIED if is_made else Role.STATE
     return InputInfo(name, _symbol(name), role, value, bound, **facts)
+
+
+def _gradient_around(value: Tensor, known: Mapping[int, KnownTensor]) -> KnownTensor | None:
+    """Return the gradient in whose memory a tensor lies, such as its ``data`` or a buffer of gradients."""
+    held = (each for each in known.values() if each.role is Role.GRADIENT and has_storage(each.tensor))
+    storage = storage_of(value) if has_storage(value) else None
+    return next((each for each in held if storage_of(each.tensor) == storage), None)
 
 
 def _symbol(name: str) -> str:

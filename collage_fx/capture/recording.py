@@ -41,6 +41,7 @@ from collage_fx.state import (
 from collage_fx.torch_compat import (
     fused_operator,
     has_foreign_step,
+    has_storage,
     is_step_wrapper,
     reroute_step,
     run_unfused,
@@ -394,6 +395,8 @@ class _Recording:
             self._roles[id(parameter)] = "parameter"
             if parameter.grad is not None:
                 self._roles[id(parameter.grad)] = "gradient"
+                if has_storage(parameter.grad):
+                    self._roles[storage_of(parameter.grad)] = "gradient"  # of its data, or of all its buffer
 
     def outside(self, optimizer: Optimizer, *, had_gradients: bool) -> Callable[[Any], Any]:
         """Wrap an argument of ``step``: a closure runs unrecorded, with gradients as outside the step."""
@@ -451,7 +454,7 @@ class _Recording:
         else:
             spanning_closure.pop(tensor, None)
         kind_of_new = spans, tensor in made_in_step, tensor in born_in_step
-        return role, kind_of_new, keeps_error
+        return role or self._roles.get(storage_of(tensor)), kind_of_new, keeps_error
 
     def _compiled(self, module: GraphModule, arguments: Any) -> Callable[..., Any]:
         """Compile a component; warn if many steps in a row had to compile."""

@@ -148,7 +148,8 @@ class Elements:
         inputs: placeholders of tensors.
         stores: stores of elements, of values per block, and of scalars.
         rows: stores of sums, and of counts, over the elements.
-        totals: stores of the sums of all elements, of which the caller makes sums and means.
+        totals: stores of the sums of all elements, of which the caller makes sums and means. A rule of scalars
+            has no elements: the sum of a number has no spelling.
         bitmaps: stores of bitmaps of the elements.
         written: inputs that something is stored into.
         largest: the largest magnitudes of blocks.
@@ -166,7 +167,7 @@ class Elements:
         copies: list[Any] = list(graph.find_nodes(op="call_function", target=aten.copy_.default))
         stores = [Store(*copy.args) for copy in copies]
         self.rows = [store for store in stores if store.value.target in (sums_of, measures.size_bin)]
-        self.totals = [store for store in stores if store.value.target in TOTALS]
+        self.totals = [store for store in stores if width and store.value.target in TOTALS]
         self.bitmaps = [store for store in stores if store.value.target is mark_changed]
         apart = (*self.rows, *self.totals, *self.bitmaps)
         self.stores = [store for store in stores if store not in apart]
