@@ -148,8 +148,8 @@ class Elements:
         inputs: placeholders of tensors.
         stores: stores of elements, of values per block, and of scalars.
         rows: stores of sums, and of counts, over the elements.
-        totals: stores of the sums of all elements, of which the caller makes sums and means. A rule of scalars
-            has no elements: the sum of a number has no spelling.
+        totals: stores of the sums of all elements, of which the caller makes sums and means. A rule of
+            scalars has no elements: the sum of a number has no spelling.
         bitmaps: stores of bitmaps of the elements.
         written: inputs that something is stored into.
         largest: the largest magnitudes of blocks.
