@@ -143,7 +143,7 @@ class InAList(Recorded):
 
 CASES = [
     *((Averaging, NUMBERS[name], stop) for name in NUMBERS for stop in (2, 3)),
-    *((InPlace, number, stop) for number in WEIGHTS.values() for stop in (2, 3)),
+    *((InPlace, number, stop) for number in WEIGHTS.values() for stop in (1, 2, 3)),
     *((Recorded, number, stop) for number in WEIGHTS.values() for stop in (1, 3)),
     *((Following, number, stop) for number in FOLLOWED.values() for stop in (1, 3)),
     (BeginsRounded, lambda t: 0.1, 1),
