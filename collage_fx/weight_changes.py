@@ -321,16 +321,15 @@ def load_changes(path: str | os.PathLike[str]) -> WeightChanges:
         lines = (line.rpartition("=") for line in file.metadata[SHAPES].splitlines())
         shapes = {name: tuple(int(size) for size in sizes.split(",") if size) for name, _, sizes in lines}
         elements, is_gaps = int(file.metadata["total_elements"]), file.metadata["encoding"] == "gap_delta"
-        patches = []
+        held, patches = {name: file[name] for name in file}, []
         for name, shape in shapes.items():
-            if name in file:
-                patches.append(WeightPatch(name, shape, file[name].dtype, file[name].reshape(-1)))
+            if name in held:
+                patches.append(WeightPatch(name, shape, held[name].dtype, held[name].reshape(-1)))
                 continue
-            values, stored = file[name + VALUES], file[name + INDICES]
+            values, stored = held[name + VALUES], held[name + INDICES]
             indices = _from_gaps(stored, math.prod(shape)) if is_gaps else stored
             patches.append(WeightPatch(name, shape, values.dtype, values, indices))
-        stored_hash = file.metadata.get(HASH)
-        if stored_hash not in (None, _hash({name: file[name] for name in file}, file.metadata)):
+        if file.metadata.get(HASH) not in (None, _hash(held, file.metadata)):
             raise ValueError("its hash is another than that of what it holds")
     except (KeyError, ValueError) as error:
         raise CheckpointMismatchError(

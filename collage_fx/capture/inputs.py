@@ -14,7 +14,7 @@ from torch.fx import GraphModule, Node
 from collage_fx import records
 from collage_fx.graph import InputInfo, Role
 from collage_fx.state import KnownTensor
-from collage_fx.torch_compat import aot_input_of, sharding_of, symbol_source
+from collage_fx.torch_compat import aot_input_of, has_storage, sharding_of, storage_of, symbol_source
 
 
 class MadeInStep:
@@ -84,8 +84,7 @@ def describe_input(value: Any, fallback: str, known: Mapping[int, KnownTensor], 
         "spans_closure": records.has(value, SpanningClosure),
         "is_made": is_made,
     }
-    if id(value) in known:
-        entry = known[id(value)]
+    if (entry := known.get(id(value)) or (None if is_made else _gradient_around(value, known))) is not None:
         is_born = records.has(value, BornInStep)
         role = Role.CARRIED if is_born and is_made else entry.role
         return InputInfo(entry.name, entry.symbol, role, value, bound, **facts, is_born=is_born)
@@ -95,6 +94,13 @@ def describe_input(value: Any, fallback: str, known: Mapping[int, KnownTensor], 
     else:
         role = Role.CARRIED if is_made else Role.STATE
     return InputInfo(name, _symbol(name), role, value, bound, **facts)
+
+
+def _gradient_around(value: Tensor, known: Mapping[int, KnownTensor]) -> KnownTensor | None:
+    """Return the gradient in whose memory a tensor lies, such as its ``data`` or a buffer of gradients."""
+    held = (each for each in known.values() if each.role is Role.GRADIENT and has_storage(each.tensor))
+    storage = storage_of(value) if has_storage(value) else None
+    return next((each for each in held if storage_of(each.tensor) == storage), None)
 
 
 def _symbol(name: str) -> str:

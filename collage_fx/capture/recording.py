@@ -42,6 +42,7 @@ from collage_fx.state import (
 from collage_fx.torch_compat import (
     fused_operator,
     has_foreign_step,
+    has_storage,
     is_step_wrapper,
     reroute_step,
     run_unfused,
@@ -403,6 +404,8 @@ class _Recording:
             self._roles[id(parameter)] = "parameter"
             if parameter.grad is not None:
                 self._roles[id(parameter.grad)] = "gradient"
+                if has_storage(parameter.grad):
+                    self._roles[storage_of(parameter.grad)] = "gradient"  # of its data, or of all its buffer
 
     def outside(self, optimizer: Optimizer, *, had_gradients: bool) -> Callable[[Any], Any]:
         """Wrap an argument of ``step``: a closure runs unrecorded, with gradients as outside the step."""
@@ -461,7 +464,7 @@ class _Recording:
         else:
             records.drop(tensor, SpanningClosure)
         kind_of_new = spans, is_made, records.has(tensor, BornInStep)
-        return role, kind_of_new, keeps_error
+        return role or self._roles.get(storage_of(tensor)), kind_of_new, keeps_error
 
     def _compiled(self, module: GraphModule, arguments: Any) -> Callable[..., Any]:
         """Compile a component; warn if many steps in a row had to compile."""

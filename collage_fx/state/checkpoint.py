@@ -26,9 +26,10 @@ as ``collage_fx.exp_avg_sq.exact.rest``. An attribute, an item or a nested key f
 Note [Fingerprints]. Error terms of tensors that belong to no single parameter (in ``param_groups``, or in
 ``state`` under a key of the optimizer's own) are in one more entry of the state dict, ``"collage_fx"``. Error
 terms of attributes of the optimizer, which torch's state dict does not hold, are not saved: ``state_dict``
-warns. State of another dtype than its parameter has a key of its own: Note [Wide state]. Two entries beside
+warns. State of another dtype than its parameter has a key of its own: Note [Wide state]. Three entries beside
 ``state`` let a resumed run decide as the interrupted run would have: ``"collage_fx.new"`` names state whose
-error terms the next step may drop, ``"collage_fx.numbers"`` tells which numbers of recorded steps change.
+error terms the next step may drop, ``"collage_fx.numbers"`` tells which numbers of recorded steps change,
+``"collage_fx.changed"`` which of those in the groups have.
 
 Note [Memory of a loaded state dict]
 ------------------------------------

@@ -116,8 +116,8 @@ def watching_optimizers(
     If ``watch`` returns places of numbers, two silent faults of Dynamo are corrected. First, it forgets
     values that a step assigns to attributes of the optimizer (``self.steps += 1``), because it does not
     register optimizers for side effects. Second, it treats lists that ``_init_group`` fills as empty if they
-    are keyword arguments, so that nothing is updated. The floats at these places are inputs of the graph from
-    the start; Dynamo would make them constants until it sees them change.
+    are keyword arguments, so that nothing is updated. The numbers at these places are inputs of the graph
+    from the start; Dynamo would make them constants until it sees them change.
 
     Dynamo remembers numbers and sizes by code object, for all optimizers of a class together. Here each
     optimizer has its own record, because a number that differs between two optimizers is constant in each.
@@ -235,7 +235,7 @@ def _by_optimizer(process: Callable[..., Any]) -> Callable[..., Any]:
         seen = records.of(trace.first, _Traced).seen.setdefault((tx.f_code, name), replace(entry))
         seen |= entry
         place = name.removesuffix(".item()")  # of a number of NumPy's
-        if isinstance(entry.scalar, float) and place in trace.changing:
+        if isinstance(entry.scalar, (int, float)) and place in trace.changing:
             return replace(seen, scalar=auto_dynamic)
         if place.endswith(LEARNING_RATE):
             return process(tx, name, entry, **keywords)
