@@ -224,11 +224,11 @@ class Compilation:
         self.arguments = arguments
         self.settings = settings
         # A helper that a step calls, or the rest of a step after a graph break, may not name the optimizer.
-        variables = {**traced_frame_variables(), "stepped": optimizer_being_stepped()}
+        self.recorded, self.is_compiled, stepped = RecordedPart.of(module)
+        variables = {**traced_frame_variables(), "stepped": optimizer_being_stepped() or stepped()}
         self.optimizers = optimizers_among(variables)
         self.known = known_tensors(self.optimizers)
         self.subject = backend.label(list(self.optimizers.values())) or traced_frame_name() or "step"
-        self.recorded, self.is_compiled = RecordedPart.of(module)
         self.request = Request(backend, {"mode": mode}, self.options.strict)
         self.left_alone = False
         #: Indices of the inputs whose changed elements the step notes, and the tensors.

@@ -57,5 +57,6 @@ from collage_fx.state.replaced_state import (
     note_writes_between_steps,
     noting_steps,
     settle_replaced,
+    stepped_optimizers,
 )
 from collage_fx.state.safetensors_file import SafetensorsFile, write_safetensors
