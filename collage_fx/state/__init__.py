@@ -8,13 +8,13 @@ from collage_fx.state.changed import (
 )
 from collage_fx.state.checkpoint import (
     adopt,
+    adopted_by_storage,
     carry_along,
     forget_compiled,
     is_adopted,
     load_flat,
     note_compiled,
     note_eager_step,
-    storages_of_adopted,
     times_loaded,
 )
 from collage_fx.state.error_terms import (
@@ -27,6 +27,7 @@ from collage_fx.state.error_terms import (
     full_value,
     hand_over,
     has_error_terms,
+    is_same_memory,
     note_new,
     packed_format,
     record_of,
