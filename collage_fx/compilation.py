@@ -604,8 +604,8 @@ class Compilation:
         if isinstance(info.tensor, torch.nn.Parameter) or not has_storage(piece):
             return ""
         adopted = self._adopted.get(storage_of(piece), ())
-        is_whole = record_of(info.tensor) is not None or self._owner(info.tensor) is not info.tensor
-        return "" if is_whole or not adopted else adopted[0].name
+        is_whole = any(is_same_memory(local_tensor(each.tensor), piece) for each in adopted)
+        return "" if is_whole or not adopted or record_of(info.tensor) is not None else adopted[0].name
 
     def _owner(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return the weight, or state, in whose memory a detached tensor lies; any other tensor itself."""
