@@ -345,7 +345,8 @@ def _may_update(code: CodeType, variables: Mapping[str, Any]) -> bool:
     """
     is_method = optimizer_of_method(code, variables) is not None and not is_in_torchs_optimizer(code)
     holder = variables.get(code.co_varnames[0]) if code.co_varnames else None
-    holds = code in _given or hasattr(type(holder), code.co_name)
+    is_own = hasattr(type(holder), code.co_name) and not isinstance(holder, Optimizer)
+    holds = code in _given or is_own
     held = pytree.tree_leaves(list(getattr(holder, "__dict__", {}).values())) if holds else []
     is_holders = any(isinstance(each, Optimizer | torch.nn.Parameter) for each in held)
     return is_method or is_holders or code.co_name.startswith(TORCH_DYNAMO_RESUME_IN_PREFIX)
