@@ -2,6 +2,11 @@
 
 import importlib
 import sys
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collage_tools.checkup import checkup
+    from collage_tools.gpu_code import gpu_code
 
 _is_reloaded = "_complete" in vars()
 
@@ -45,6 +50,21 @@ __all__ = [
     "uninstall",
 ]
 
+#: Names that are imported when they are first used, and their modules.
+_AT_FIRST_USE = {"checkup": "collage_tools.checkup", "gpu_code": "collage_tools.gpu_code"}
+
+
+def __getattr__(name: str) -> Any:
+    """Import a name of a tool."""
+    if name not in _AT_FIRST_USE:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    found = globals()[name] = getattr(importlib.import_module(_AT_FIRST_USE[name]), name)
+    return found
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_AT_FIRST_USE})
+
 
 def _starts_command_line() -> bool:
     """Return whether Python starts ``collage-fx`` or ``python -m collage_fx``: its help needs no torch."""
@@ -74,9 +94,7 @@ if _is_reloaded or not _starts_command_line():
     from collage_fx.state.replaced_state import move_state
     from collage_fx.state.replaced_state import wrap_module_loading as _wrap_module_loading
     from collage_fx.tools.audit import audit
-    from collage_fx.tools.checkup import checkup
     from collage_fx.tools.explain import explain
-    from collage_fx.tools.gpu_code import gpu_code
     from collage_fx.torch_compat.patch_averages import install as _install_averaging_support
     from collage_fx.weight_changes import (
         WeightChanges,

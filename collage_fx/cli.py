@@ -247,7 +247,7 @@ def _add_explain_options(parser: argparse.ArgumentParser) -> None:
 def _explain(options: argparse.Namespace, _: list[str]) -> int:
     from collage_fx.report import treatments
     from collage_fx.tools.explain import explain
-    from collage_fx.tools.gpu_code import gpu_code
+    from collage_tools.gpu_code import gpu_code
 
     choices = _choices(options)
     with clock(f"collage-fx: compiling the step of {options.optimizer}"):
@@ -463,7 +463,7 @@ def _add_checkup_options(parser: argparse.ArgumentParser) -> None:
 
 def _checkup(options: argparse.Namespace, _: list[str]) -> int:
     from collage_fx.errors import CheckpointMismatchError
-    from collage_fx.tools.checkup import checkup
+    from collage_tools.checkup import checkup
 
     try:
         with clock(f"collage-fx: reading {options.path}"):

@@ -26,8 +26,9 @@ from collage_fx import choices, cli
 from collage_fx.cli import main
 from collage_fx.numerics import ERROR_FORMATS, PACKED_FORMATS
 from collage_fx.tools import doctor
-from collage_fx.torch_compat import PATCHES, imaginary_cuda
+from collage_fx.torch_compat import PATCHES
 from collage_fx.torch_compat.patching import Patch
+from collage_tools.gpu_code import imaginary_cuda
 from tests.support.substitutes import doctor_compiles, doctor_expects, doctor_finds, without_pinning
 
 ROOT = Path(__file__).resolve().parents[1]

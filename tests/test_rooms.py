@@ -1,11 +1,15 @@
 """The law of the house: which part of collage_fx may know which, read off the syntax trees.
 
-Each folder of ``collage_fx/`` is a room, each file beside them a room of its own.
+Each folder of ``collage_fx/`` is a room, each file beside them a room of its own. ``collage_tools/`` is another
+house, which knows what a user knows, and a few doors.
 """
 
 import ast
 import functools
+import os
 import re
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -16,6 +20,8 @@ import collage_fx
 from collage_fx.torch_compat import PATCHES
 
 ROOT = Path(collage_fx.__file__).parent
+#: Package of the tools.
+TOOLS = ROOT.parent / "collage_tools"
 
 #: A room -> the rooms that its files may import from. ``collage_fx/__init__.py`` is ``__init__``.
 LAW: dict[str, set[str]] = {
@@ -57,8 +63,23 @@ def _files() -> Iterator[Path]:
     yield from sorted({*ROOT.rglob("*.py"), *(ROOT / "passes").glob("*.py")})  # a link, which rglob passes by
 
 
+def _files_of_tools() -> Iterator[Path]:
+    yield from sorted(TOOLS.rglob("*.py"))
+
+
+def _all_files() -> Iterator[Path]:
+    yield from _files()
+    yield from _files_of_tools()
+
+
+def _inside(path: Path) -> str:
+    """The path of a file in ``collage_fx/``; that of a tool begins with ``collage_tools/``."""
+    return path.relative_to(ROOT if path.is_relative_to(ROOT) else ROOT.parent).as_posix()
+
+
 def _room(path: Path) -> str:
-    inside = path.relative_to(ROOT)
+    """The room of a file; of one of the tools, its folder there."""
+    inside = path.relative_to(ROOT if path.is_relative_to(ROOT) else TOOLS)
     return inside.parts[0] if len(inside.parts) > 1 else inside.stem
 
 
@@ -140,8 +161,8 @@ def test_a_door_names_what_it_hands_out_and_nothing_else(room: str) -> None:
     handed_out -= {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
     taken = {
         name
-        for path in _files()
-        if _room(path) != room
+        for path in _all_files()
+        if TOOLS in path.parents or _room(path) != room
         for module, names in _imported(_tree(path))
         if module == f"collage_fx.{room}"
         for name in names
@@ -155,9 +176,152 @@ def test_every_package_is_packed() -> None:
     text = (ROOT.parent / "pyproject.toml").read_text()
     listed = re.search(r"^packages = (\[.*?\])$", text, re.MULTILINE | re.DOTALL)
     assert listed
-    found = {".".join(path.parent.relative_to(ROOT.parent).parts) for path in ROOT.rglob("__init__.py")}
+    doors = [*ROOT.rglob("__init__.py"), *TOOLS.rglob("__init__.py")]
+    found = {".".join(path.parent.relative_to(ROOT.parent).parts) for path in doors}
     found |= {"collage_fx.passes", "collage_fx.examples"}  # which stand at the top of the repository
     assert set(ast.literal_eval(listed[1])) == found
+
+
+# The tools. -------------------------------------------------------------------------------------------------
+
+#: A room of ``collage_tools`` -> the rooms there that its files may import from.
+LAW_OF_TOOLS: dict[str, set[str]] = {
+    "__init__": set(),
+    "pages": set(),
+    "checkup": {"pages"},
+    "gpu_code": set(),
+}
+
+#: Modules of the core whose names are public: docs/api.md lists them.
+PUBLIC = {"collage_fx.errors", "collage_fx.graph", "collage_fx.numerics", "collage_fx.pipeline"}
+
+#: Doors of the core for the tools: what else they may import. Docstrings there say what it does.
+DOORS = {
+    "collage_fx.choices": {"Architecture", "Strategy", "did_you_mean"},
+    "collage_fx.metrics": {"Metrics", "UpdateQuality"},
+    "collage_fx.options": {"GivenOptions"},
+    "collage_fx.report": {
+        "BUDGET_CAPTION",
+        "GraphReport",
+        "TensorReport",
+        "Treatment",
+        "budget_table",
+        "bytes_per_parameter",
+        "plainly",
+        "summary_line",
+        "treatments",
+    },
+    "collage_fx.tools": {"DeviceLaunch", "SafetensorsFile", "launches_elsewhere", "no_kernels_ahead"},
+}
+
+#: Files of the core that import from the tools, each when it needs them, which no training program does.
+WITH_TOOLS = {
+    "__init__.py",
+    "backend.py",
+    "cli.py",
+    "report/dumps.py",
+    "report/graphs.py",
+    "report/report.py",
+}
+
+
+def _taken_by_tools(path: Path) -> Iterator[tuple[str, str]]:
+    """Modules of the core that a file names, and what it takes from each; also as text, for ``mock``."""
+    for node in ast.walk(_tree(path)):
+        if isinstance(node, ast.Import):
+            yield from ((alias.name, "the whole") for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            yield from ((str(node.module), alias.name) for alias in node.names)
+        elif isinstance(node, ast.Constant) and re.fullmatch(r"collage_fx(\.\w+)+", str(node.value)):
+            module, _, name = str(node.value).rpartition(".")
+            yield module, name
+
+
+@pytest.mark.parametrize("path", list(_files_of_tools()), ids=_inside)
+def test_a_tool_knows_public_names_and_its_doors(path: Path) -> None:
+    allowed = {**DOORS, "collage_fx": set(collage_fx.__all__)}
+    for module, name in _taken_by_tools(path):
+        if module.partition(".")[0] == "collage_fx":
+            assert name != "the whole", f"{_inside(path)} imports {module} as a whole"
+            assert module in PUBLIC or name in allowed.get(module, ()), f"{_inside(path)}: {module}.{name}"
+        if module.partition(".")[0] == "collage_tools":
+            room = module.split(".")[1]
+            assert room in LAW_OF_TOOLS[_room(path)] | {_room(path)}, f"{_inside(path)}: {module}"
+            assert room == _room(path) or module.count(".") == 1, f"{_inside(path)}: import from its door"
+
+
+def test_each_door_is_needed() -> None:
+    taken = {each for path in _files_of_tools() for each in _taken_by_tools(path)}
+    assert not {(module, name) for module, names in DOORS.items() for name in names} - taken
+
+
+def test_public_modules_are_documented() -> None:
+    api = (ROOT.parent / "docs" / "api.md").read_text(encoding="utf-8")
+    assert all(f"`{module}`" in api for module in PUBLIC)
+
+
+def _at_import(node: ast.AST) -> Iterator[ast.AST]:
+    """Nodes that run when a module is imported: not in a function, nor for type checkers alone."""
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, ast.If) and ast.unparse(child.test) == "TYPE_CHECKING":
+            continue
+        if not isinstance(child, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)):
+            yield child
+            yield from _at_import(child)
+
+
+@pytest.mark.parametrize("path", list(_files()), ids=_inside)
+def test_the_core_imports_no_tool_before_it_is_used(path: Path) -> None:
+    def is_tool(module: str) -> bool:
+        return module.partition(".")[0] == "collage_tools"
+
+    early = {
+        name
+        for node in _at_import(_tree(path))
+        for name in (
+            [alias.name for alias in node.names]
+            if isinstance(node, ast.Import)
+            else [str(node.module)]
+            if isinstance(node, ast.ImportFrom)
+            else []
+        )
+    }
+    assert not any(map(is_tool, early))
+    found = {module for module, _ in _imported(_tree(path)) if is_tool(module)}
+    assert not found or _inside(path) in WITH_TOOLS
+    assert all(module.count(".") == 1 for module in found), "a room of the tools has a door, too"
+
+
+FRESH = """
+import sys
+import torch
+import collage_fx
+
+def tools():
+    return sorted(name for name in sys.modules if name.partition(".")[0] == "collage_tools")
+
+assert not tools(), tools()
+assert {*collage_fx.__all__} <= {*dir(collage_fx)}
+p = torch.nn.Parameter(torch.ones(8, dtype=torch.bfloat16))
+print(collage_fx.explain(torch.optim.SGD([p], lr=0.1)))
+assert not tools(), tools()
+assert callable(collage_fx.checkup)
+assert "collage_tools.checkup" in tools() and "collage_tools.gpu_code" not in tools()
+from collage_fx import *
+assert gpu_code is collage_fx.gpu_code
+try:
+    collage_fx.chekup
+except AttributeError as error:
+    assert "chekup" in str(error)
+else:
+    raise AssertionError
+"""
+
+
+def test_importing_and_explaining_need_no_tool() -> None:
+    env = {**os.environ, "PYTHONPATH": str(ROOT.parent)}
+    done = subprocess.run([sys.executable, "-c", FRESH], env=env, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
 
 
 # What is torch's, and private. ------------------------------------------------------------------------------
@@ -168,7 +332,7 @@ PRIVATE_NAMES = (("2026-11-24", 103), ("2026-11-25", 77))
 
 #: A card that isn't there: replaces answers of torch's while a command looks at the code for it, which no
 #: training program does. Its private names are counted apart.
-IMAGINARY, PRIVATE_NAMES_OF_IT = ROOT / "torch_compat" / "imaginary_cuda.py", 20
+IMAGINARY, PRIVATE_NAMES_OF_IT = TOOLS / "gpu_code" / "imaginary_cuda.py", 20
 
 #: Names with a leading underscore that are not torch's.
 NOT_TORCHS = {
@@ -193,7 +357,7 @@ def _is_private(name: str) -> bool:
 def _our_names() -> set[str]:
     """Those that the library gives to functions, classes, variables and attributes of its own."""
     found = set()
-    for node in (node for path in _files() for node in ast.walk(_tree(path))):
+    for node in (node for path in _all_files() for node in ast.walk(_tree(path))):
         if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
             found.add(node.name)
         elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
@@ -226,22 +390,22 @@ def _private_names(path: Path, ours: set[str]) -> set[str]:
             targets = (each.value for each in node.keywords if each.arg == "target")
             for module, _, name in (ast.literal_eval(each).partition(":") for each in targets):
                 found.add(f"{module}.{re.split('[.( ]', name)[0]}")
-    inside = str(path.relative_to(ROOT))
+    inside = _inside(path)
     torchs = {name for name in found if name.startswith((".", "torch.")) and (inside, name) not in NOT_TORCHS}
     return {name for name in torchs if _is_private(name)}
 
 
 def test_private_names_of_torch_are_in_torch_compat_alone() -> None:
     ours = _our_names()
-    for path in _files():
-        if _room(path) != "torch_compat":
+    for path in _all_files():
+        if _room(path) != "torch_compat" and path != IMAGINARY:
             found = _private_names(path, ours)
-            assert not found, f"{path.relative_to(ROOT)}: {sorted(found)}; torch_compat is the place"
+            assert not found, f"{_inside(path)}: {sorted(found)}; torch_compat is the place"
 
 
 def test_private_names_of_torch_become_fewer() -> None:
     ours = _our_names()
-    paths = [path for path in _files() if _room(path) == "torch_compat" and path != IMAGINARY]
+    paths = [path for path in _files() if _room(path) == "torch_compat"]
     found = set().union(*(_private_names(path, ours) for path in paths))
     counts = [count for _, count in PRIVATE_NAMES]
     assert counts == sorted(set(counts), reverse=True), "the number only falls"
@@ -312,7 +476,7 @@ def _our_attributes() -> frozenset[str]:
     """Return the names of attributes that classes of the library declare and that none of torch's has."""
     found = set()
     for each in (
-        each for path in _files() for each in ast.walk(_tree(path)) if isinstance(each, ast.ClassDef)
+        each for path in _all_files() for each in ast.walk(_tree(path)) if isinstance(each, ast.ClassDef)
     ):
         for node in ast.walk(each):
             if isinstance(node, ast.Attribute) and not isinstance(node.ctx, ast.Load):
@@ -334,7 +498,10 @@ def _assigned(path: Path) -> Iterator[str]:
         (alias.asname or alias.name).partition(".")[0]
         for node in imports
         for alias in node.names
-        if not (isinstance(node, ast.ImportFrom) and str(node.module).partition(".")[0] == "collage_fx")
+        if not (
+            isinstance(node, ast.ImportFrom)
+            and str(node.module).partition(".")[0] in ("collage_fx", "collage_tools")
+        )
     }
     for node in ast.walk(tree):
         if isinstance(node, ast.Attribute) and not isinstance(node.ctx, ast.Load):
@@ -346,9 +513,9 @@ def _assigned(path: Path) -> Iterator[str]:
             yield "setattr"
 
 
-@pytest.mark.parametrize("path", list(_files()), ids=lambda path: str(path.relative_to(ROOT)))
+@pytest.mark.parametrize("path", list(_all_files()), ids=_inside)
 def test_what_is_not_ours_is_changed_by_patches_alone(path: Path) -> None:
-    inside = str(path.relative_to(ROOT))
+    inside = _inside(path)
     modules = {module for module, _ in _imported(_tree(path))}
     if path != IMAGINARY:
         assert not modules & {"mock", "unittest", "unittest.mock"}, f"{inside} replaces something in passing"
@@ -358,7 +525,7 @@ def test_what_is_not_ours_is_changed_by_patches_alone(path: Path) -> None:
 
 
 def test_each_exception_is_needed() -> None:
-    met = {(str(path.relative_to(ROOT)), name) for path in _files() for name in _assigned(path)}
+    met = {(_inside(path), name) for path in _all_files() for name in _assigned(path)}
     assert not ASSIGNED.keys() - met
 
 
@@ -375,7 +542,7 @@ def test_a_variable_may_have_any_name(tmp_path: Path) -> None:
 
 
 def test_every_patch_is_listed() -> None:
-    for path in _files():
+    for path in _all_files():
         made = [node for node in ast.walk(_tree(path)) if isinstance(node, ast.Call)]
         names = [
             ast.literal_eval(each.value)

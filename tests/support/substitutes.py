@@ -165,7 +165,7 @@ def torch_without(told: str) -> AbstractContextManager[Any]:
 
 def no_triton() -> AbstractContextManager[Any]:
     """Context manager: Triton is not installed."""
-    return mock.patch("collage_fx.torch_compat.imaginary_cuda.have_triton", return_value=False)
+    return mock.patch("collage_tools.gpu_code.kernels.have_triton", return_value=False)
 
 
 def error_terms_pickled_as_they_are() -> AbstractContextManager[Any]:

@@ -23,9 +23,7 @@ from collage_fx.errors import CheckpointMismatchError, InvalidOptionError
 from collage_fx.numerics import STORAGE_FORMATS
 from collage_fx.state import SafetensorsFile
 from collage_fx.state.safetensors_file import write_safetensors
-from collage_fx.tools.checkpoint_files import checkpoint_tensors
-from collage_fx.tools.checkup import CANNOT_TELL, NO_SIGN, ROUNDED_AWAY, Checkup, checkup
-from collage_fx.tools.code_counts import (
+from collage_tools.checkup.code_counts import (
     BELOW,
     COMPARED,
     COMPARED_EXPECTED,
@@ -45,6 +43,8 @@ from collage_fx.tools.code_counts import (
     unevenness,
     values,
 )
+from collage_tools.checkup.files import checkpoint_tensors
+from collage_tools.checkup.verdicts import CANNOT_TELL, NO_SIGN, ROUNDED_AWAY, Checkup, checkup
 
 ROOT = Path(__file__).resolve().parents[2]
 Weights = dict[str, Tensor]
