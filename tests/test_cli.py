@@ -22,12 +22,13 @@ import torch
 from torch._inductor import config
 
 import collage_fx
-from collage_fx import choices, cli
-from collage_fx.cli import main
+from collage_fx import choices
 from collage_fx.numerics import ERROR_FORMATS, PACKED_FORMATS
 from collage_fx.tools import doctor
 from collage_fx.torch_compat import PATCHES
 from collage_fx.torch_compat.patching import Patch
+from collage_tools import cli
+from collage_tools.cli import main
 from collage_tools.gpu_code import imaginary_cuda
 from tests.support.substitutes import doctor_compiles, doctor_expects, doctor_finds, without_pinning
 
@@ -247,7 +248,9 @@ def test_the_demo_says_what_it_lacks(
 
 
 #: Start of the console script, with one argument.
-SCRIPT = "import sys; sys.argv = ['/usr/bin/collage-fx', {!r}]; from collage_fx.cli import main; exit(main())"
+SCRIPT = (
+    "import sys; sys.argv = ['/usr/bin/collage-fx', {!r}]; from collage_tools.cli import main; exit(main())"
+)
 MODULE = ("-m", "collage_fx")
 
 
@@ -329,7 +332,8 @@ def test_a_terminal_shows_what_takes_long() -> None:
     program = """
 import sys
 sys.argv = ["/usr/bin/collage-fx", "explain", "--optimizer", "SGD", "--shape", "4"]
-from collage_fx import cli, clock
+from collage_fx import clock
+from collage_tools import cli
 clock.PATIENCE = clock.PERIOD = 0.01
 sys.exit(cli.main())
 """

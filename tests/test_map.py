@@ -24,6 +24,7 @@ ROOMS = sorted(
     [f"collage_fx/{path.parent.name}/" for path in (ROOT / "collage_fx").glob("*/__init__.py")]
     + [f"collage_fx/{path.name}" for path in (ROOT / "collage_fx").glob("*.py") if path.stem[0] != "_"]
     + [f"collage_tools/{path.parent.name}/" for path in (ROOT / "collage_tools").glob("*/__init__.py")]
+    + [f"collage_tools/{path.name}" for path in (ROOT / "collage_tools").glob("*.py") if path.stem[0] != "_"]
     + ["benchmarks/", "examples/", "passes/"]
 )
 #: Links to folders at the top of the repository.

@@ -18,7 +18,6 @@ from torch.optim import AdamW
 import collage_fx
 from benchmarks.checkup import RESULTS as MEASURED
 from benchmarks.checkup import Outcome, Run, fourier, of_initializers, stochastic, tables, train
-from collage_fx.cli import main
 from collage_fx.errors import CheckpointMismatchError, InvalidOptionError
 from collage_fx.numerics import STORAGE_FORMATS
 from collage_fx.state import SafetensorsFile
@@ -45,6 +44,7 @@ from collage_tools.checkup.code_counts import (
 )
 from collage_tools.checkup.files import checkpoint_tensors
 from collage_tools.checkup.verdicts import CANNOT_TELL, NO_SIGN, ROUNDED_AWAY, Checkup, checkup
+from collage_tools.cli import main
 
 ROOT = Path(__file__).resolve().parents[2]
 Weights = dict[str, Tensor]
