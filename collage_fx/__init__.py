@@ -82,10 +82,7 @@ if _is_reloaded or not _starts_command_line():
     from collage_fx import optim
     from collage_fx.backend import CollageBackend, backend_for, collage_backend
     from collage_fx.errors import CollageError
-    from collage_fx.full_precision import FullPrecisionForward, full_precision_forward
-    from collage_fx.gradient_release import GradientRelease, step_in_backward
     from collage_fx.install import backend_of, install, uninstall
-    from collage_fx.offload import Offload, offload
     from collage_fx.report import CollageReport
     from collage_fx.state.checkpoint import install as _install_checkpoint_support
     from collage_fx.state.checkpoint import plain_state_dict
@@ -96,7 +93,10 @@ if _is_reloaded or not _starts_command_line():
     from collage_fx.tools.audit import audit
     from collage_fx.tools.explain import explain
     from collage_fx.torch_compat.patch_averages import install as _install_averaging_support
-    from collage_fx.weight_changes import (
+    from collage_fx.wings.full_precision import FullPrecisionForward, full_precision_forward
+    from collage_fx.wings.gradient_release import GradientRelease, step_in_backward
+    from collage_fx.wings.offload import Offload, offload
+    from collage_fx.wings.weight_changes import (
         WeightChanges,
         WeightPatch,
         apply_changes,

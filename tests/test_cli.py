@@ -11,11 +11,9 @@ import subprocess
 import sys
 import warnings
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, get_args
-from unittest import mock
 
 import pytest
 import torch
@@ -30,7 +28,13 @@ from collage_fx.torch_compat.patching import Patch
 from collage_tools import cli
 from collage_tools.cli import main
 from collage_tools.gpu_code import imaginary_cuda
-from tests.support.substitutes import doctor_compiles, doctor_expects, doctor_finds, without_pinning
+from tests.support.substitutes import (
+    doctor_compiles,
+    doctor_expects,
+    doctor_finds,
+    doctor_interrupted,
+    without_pinning,
+)
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -352,10 +356,7 @@ sys.exit(cli.main())
 
 
 def test_an_interrupted_command_is_no_traceback(capsys: pytest.CaptureFixture[str]) -> None:
-    def interrupted(*_: Any) -> int:
-        raise KeyboardInterrupt
-
-    with mock.patch.dict(cli.COMMANDS, doctor=replace(cli.COMMANDS["doctor"], run=interrupted)):
+    with doctor_interrupted():
         assert main(["doctor"]) == cli.INTERRUPTED
     assert capsys.readouterr().err == ""
 

@@ -22,13 +22,14 @@ NAMED = frozenset(re.findall(r"`([\w./*]+)`", MAP))
 #: Rooms of the library, and the folders beside it: folders with a slash at the end, and files.
 ROOMS = sorted(
     [f"collage_fx/{path.parent.name}/" for path in (ROOT / "collage_fx").glob("*/__init__.py")]
+    + [f"collage_fx/wings/{path.name}" for path in (ROOT / "collage_fx" / "wings").glob("[!_]*.py")]
     + [f"collage_fx/{path.name}" for path in (ROOT / "collage_fx").glob("*.py") if path.stem[0] != "_"]
     + [f"collage_tools/{path.parent.name}/" for path in (ROOT / "collage_tools").glob("*/__init__.py")]
     + [f"collage_tools/{path.name}" for path in (ROOT / "collage_tools").glob("*.py") if path.stem[0] != "_"]
     + ["benchmarks/", "examples/", "passes/"]
 )
 #: Links to folders at the top of the repository.
-ROOMS = [room for room in ROOMS if not (ROOT / room.rstrip("/")).is_symlink()]
+ROOMS = [room for room in ROOMS if room != "collage_fx/wings/" and not (ROOT / room.rstrip("/")).is_symlink()]
 
 #: Folders that are named as a whole.
 WHOLE = {"compatibility", "fake_cuda", "mutation", "peers", "reliability"}

@@ -10,6 +10,7 @@ import torch
 from torch.fx import GraphModule
 from typing_extensions import Unpack
 
+from collage_fx.backend.compilation import Backend, Compilation
 from collage_fx.capture import not_compiled_yet, start_watch
 from collage_fx.choices import (
     Arithmetic,
@@ -20,7 +21,6 @@ from collage_fx.choices import (
     Rounding,
     Strategy,
 )
-from collage_fx.compilation import Backend, Compilation
 from collage_fx.errors import InvalidOptionError
 from collage_fx.lowering import JOINT_GRAPH_SETTINGS, forget_kernels
 from collage_fx.metrics import Metrics
