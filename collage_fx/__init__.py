@@ -54,12 +54,14 @@ __all__ = [
 _AT_FIRST_USE = {"checkup": "collage_tools.checkup", "gpu_code": "collage_tools.gpu_code"}
 
 
-def __getattr__(name: str) -> Any:
-    """Import a name of a tool."""
-    if name not in _AT_FIRST_USE:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    found = globals()[name] = getattr(importlib.import_module(_AT_FIRST_USE[name]), name)
-    return found
+if not TYPE_CHECKING:  # for which any name would be there
+
+    def __getattr__(name: str) -> Any:
+        """Import a name of a tool."""
+        if name not in _AT_FIRST_USE:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        found = globals()[name] = getattr(importlib.import_module(_AT_FIRST_USE[name]), name)
+        return found
 
 
 def __dir__() -> list[str]:
