@@ -8,8 +8,8 @@ Small language models are trained on a Markov chain, in five optimizers and four
 - ours: plain's optimizers under ``collage_fx.install``.
 
 ``plain`` is to be found; the others are to be left alone. Stochastic rounding has no masters, but loses no
-updates on average, so a finding there counts as false. The thresholds of ``collage_fx/tools/checkup.py`` and
-``code_counts.py`` were chosen on other runs: seeds below 10, other learning rates, lengths and widths.
+updates on average, so a finding there counts as false. The thresholds of ``collage_tools/checkup/``
+were chosen on other runs: seeds below 10, other learning rates, lengths and widths.
 
 Besides: initializers of torch, models of transformers as they are initialized, and hard cases. Results go to
 ``results/checkup.json``, and the tables into docs/checkup.md. On one core it takes about ten minutes.
@@ -39,8 +39,8 @@ from torch.optim import SGD, Adafactor, Adam, AdamW, Muon, Optimizer
 
 import collage_fx
 from collage_fx.state.safetensors_file import write_safetensors
-from collage_fx.tools.checkup import CANNOT_TELL, NO_SIGN, ROUNDED_AWAY, checkup, strongest
-from collage_fx.tools.code_counts import LEAST_SIGNIFICANCE
+from collage_tools.checkup.code_counts import LEAST_SIGNIFICANCE
+from collage_tools.checkup.verdicts import CANNOT_TELL, NO_SIGN, ROUNDED_AWAY, checkup, strongest
 
 HERE = Path(__file__).parent
 RESULTS = HERE / "results" / "checkup.json"
@@ -428,7 +428,7 @@ def of_hard_cases(folder: Path) -> Iterator[Outcome]:
 #: Program that prints seconds of the processor, seconds, and MiB beyond those of the imports.
 TIMED = r"""
 import re, sys, time
-from collage_fx.tools.checkup import checkup
+from collage_tools.checkup.verdicts import checkup
 def peak(): return int(re.search(r"VmHWM:\s+(\d+)", open("/proc/self/status").read())[1]) / 1024
 before, began, used = peak(), time.monotonic(), time.process_time()
 checkup(sys.argv[1])

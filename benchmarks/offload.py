@@ -20,8 +20,8 @@ from torch import Tensor
 
 from benchmarks.table import put_between
 from collage_fx.install import InstallOptions
-from collage_fx.offload import HostLink, Offload
 from collage_fx.state import bytes_held
+from collage_fx.wings.offload import HostLink, Offload
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "memory.md"
 MARKS = ("<!-- written by python -m benchmarks.offload -->", "<!-- end -->")

@@ -2,7 +2,7 @@
 
 import sys
 
-from collage_fx.cli import main
-
 if __name__ == "__main__":
+    from collage_tools.cli import main
+
     sys.exit(main())

@@ -269,7 +269,7 @@ def backend_of(optimizer: Any) -> CollageBackend:
 
 
 class Release(Protocol):
-    """Handle that steps some parameters in the backward pass: see ``gradient_release.py``."""
+    """Handle that steps some parameters in the backward pass: see ``wings/gradient_release.py``."""
 
     def finish(self, step: Callable[[], Any]) -> Any:
         """Step the other parameters by a compiled step, and return its result."""

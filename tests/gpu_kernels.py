@@ -21,9 +21,9 @@ from tabulate import tabulate
 
 from collage_fx import gpu_code
 from collage_fx.graph import Role
-from collage_fx.tools.gpu_code import GpuKernel
-from collage_fx.torch_compat.imaginary_cuda import ARCHITECTURES, MachineCode, machine_code
-from collage_fx.torch_compat.sass import CARDS
+from collage_tools.gpu_code import GpuKernel
+from collage_tools.gpu_code.imaginary_cuda import ARCHITECTURES, MachineCode, machine_code
+from collage_tools.gpu_code.sass import CARDS
 from tests import gpu_steps
 from tests.support.gpu_host import CALLS
 from tests.support.training import Descent, Lion, parameters

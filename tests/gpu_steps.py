@@ -22,7 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks.sizes import LLAMA_LAYER, Shapes, gpt
 from collage_fx.lowering.kernels import forget_kernels
-from collage_fx.torch_compat.imaginary_cuda import machine_code
+from collage_tools.gpu_code.imaginary_cuda import machine_code
 from tests.support.launched import on_the_cpu, step_on_cuda
 from tests.support.optimizers import CompiledOptimizer, gradients
 from tests.support.slow import processor_seconds

@@ -11,24 +11,30 @@ import subprocess
 import sys
 import warnings
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, get_args
-from unittest import mock
 
 import pytest
 import torch
 from torch._inductor import config
 
 import collage_fx
-from collage_fx import choices, cli
-from collage_fx.cli import main
+from collage_fx import choices
 from collage_fx.numerics import ERROR_FORMATS, PACKED_FORMATS
 from collage_fx.tools import doctor
-from collage_fx.torch_compat import PATCHES, imaginary_cuda
+from collage_fx.torch_compat import PATCHES
 from collage_fx.torch_compat.patching import Patch
-from tests.support.substitutes import doctor_compiles, doctor_expects, doctor_finds, without_pinning
+from collage_tools import cli
+from collage_tools.cli import main
+from collage_tools.gpu_code import imaginary_cuda
+from tests.support.substitutes import (
+    doctor_compiles,
+    doctor_expects,
+    doctor_finds,
+    doctor_interrupted,
+    without_pinning,
+)
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -246,7 +252,9 @@ def test_the_demo_says_what_it_lacks(
 
 
 #: Start of the console script, with one argument.
-SCRIPT = "import sys; sys.argv = ['/usr/bin/collage-fx', {!r}]; from collage_fx.cli import main; exit(main())"
+SCRIPT = (
+    "import sys; sys.argv = ['/usr/bin/collage-fx', {!r}]; from collage_tools.cli import main; exit(main())"
+)
 MODULE = ("-m", "collage_fx")
 
 
@@ -328,7 +336,8 @@ def test_a_terminal_shows_what_takes_long() -> None:
     program = """
 import sys
 sys.argv = ["/usr/bin/collage-fx", "explain", "--optimizer", "SGD", "--shape", "4"]
-from collage_fx import cli, clock
+from collage_fx import clock
+from collage_tools import cli
 clock.PATIENCE = clock.PERIOD = 0.01
 sys.exit(cli.main())
 """
@@ -347,10 +356,7 @@ sys.exit(cli.main())
 
 
 def test_an_interrupted_command_is_no_traceback(capsys: pytest.CaptureFixture[str]) -> None:
-    def interrupted(*_: Any) -> int:
-        raise KeyboardInterrupt
-
-    with mock.patch.dict(cli.COMMANDS, doctor=replace(cli.COMMANDS["doctor"], run=interrupted)):
+    with doctor_interrupted():
         assert main(["doctor"]) == cli.INTERRUPTED
     assert capsys.readouterr().err == ""
 

@@ -12,11 +12,11 @@ import pytest
 import torch
 
 from collage_fx import CollageBackend, explain
-from collage_fx.cli import main
 from collage_fx.graph.recurrence import TOLERATED_STALL, dithered_noise, representation_error, stall_band
 from collage_fx.graph.text import graph_text
 from collage_fx.metrics.meter import WIDTH
 from collage_fx.numerics.formats import BFLOAT16, FLOAT16, FloatFormat
+from collage_tools.cli import main
 from tests.support.questions import QUESTIONS
 from tests.support.training import parameters
 

@@ -13,7 +13,6 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from collage_fx import CollageBackend, install
-from collage_fx.cli import main
 from collage_fx.errors import (
     CollageError,
     EagerStepError,
@@ -25,6 +24,7 @@ from collage_fx.errors import (
 from collage_fx.graph import StepProgram
 from collage_fx.passes.base import Pass
 from collage_fx.pipeline import inserted
+from collage_tools.cli import main
 from tests.error_page import EXAMPLES, FOLDER, INDEX, Example, explained, frame, index, page_of, run, shown
 
 #: Codes are for good: a new kind has a new one, and that of a kind that goes is not given again.

@@ -22,11 +22,14 @@ NAMED = frozenset(re.findall(r"`([\w./*]+)`", MAP))
 #: Rooms of the library, and the folders beside it: folders with a slash at the end, and files.
 ROOMS = sorted(
     [f"collage_fx/{path.parent.name}/" for path in (ROOT / "collage_fx").glob("*/__init__.py")]
+    + [f"collage_fx/wings/{path.name}" for path in (ROOT / "collage_fx" / "wings").glob("[!_]*.py")]
     + [f"collage_fx/{path.name}" for path in (ROOT / "collage_fx").glob("*.py") if path.stem[0] != "_"]
+    + [f"collage_tools/{path.parent.name}/" for path in (ROOT / "collage_tools").glob("*/__init__.py")]
+    + [f"collage_tools/{path.name}" for path in (ROOT / "collage_tools").glob("*.py") if path.stem[0] != "_"]
     + ["benchmarks/", "examples/", "passes/"]
 )
 #: Links to folders at the top of the repository.
-ROOMS = [room for room in ROOMS if not (ROOT / room.rstrip("/")).is_symlink()]
+ROOMS = [room for room in ROOMS if room != "collage_fx/wings/" and not (ROOT / room.rstrip("/")).is_symlink()]
 
 #: Folders that are named as a whole.
 WHOLE = {"compatibility", "fake_cuda", "mutation", "peers", "reliability"}
@@ -87,7 +90,7 @@ def _replaced(tree: ast.Module) -> Iterator[str]:
     imported = {
         alias.asname or alias.name
         for node in ast.walk(tree)
-        if isinstance(node, ast.ImportFrom) and str(node.module).startswith("collage_fx.")
+        if isinstance(node, ast.ImportFrom) and re.match(r"collage_fx\.|collage_tools\b", str(node.module))
         for alias in node.names
     }
     for node in ast.walk(tree):
@@ -97,7 +100,7 @@ def _replaced(tree: ast.Module) -> Iterator[str]:
             if called not in REPLACING:
                 continue
             text = ast.unparse(target)
-            is_path = bool(re.match(r"""f?['"]collage_fx\.""", text))
+            is_path = bool(re.match(r"""f?['"]collage_(fx|tools)\.""", text))
             is_object = called != "setitem" and text.partition(".")[0] in imported
             if is_path or is_object or "__globals__" in text:
                 yield text
@@ -112,7 +115,8 @@ def test_private_parts_are_replaced_in_one_file(file: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "place", sorted(set(re.findall(r'"(collage_fx\.[\w.]+)"', SUBSTITUTES.read_text(encoding="utf-8"))))
+    "place",
+    sorted(set(re.findall(r'"(collage_(?:fx|tools)\.[\w.]+)"', SUBSTITUTES.read_text(encoding="utf-8")))),
 )
 def test_a_private_part_that_is_replaced_is_there(place: str) -> None:
     assert pkgutil.resolve_name(place) is not None
@@ -123,6 +127,7 @@ def test_a_private_part_that_is_replaced_is_there(place: str) -> None:
     [
         ("mock.patch('collage_fx.lowering.kernels.printed')", True),
         ("monkeypatch.setattr('collage_fx.state.PART', 1)", True),
+        ("monkeypatch.setattr('collage_tools.pages.plot', None)", True),
         ("mock.patch.object(watch, 'COMPILATIONS', 1)", True),
         ("monkeypatch.setattr(watch.inner, 'COMPILATIONS', 1)", True),
         ("monkeypatch.setitem(lower.__globals__, 'kernel_of', None)", True),

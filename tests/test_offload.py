@@ -27,7 +27,7 @@ from collage_fx import (
     save_full_state_dict,
 )
 from collage_fx.errors import InvalidOptionError, UnsupportedOptimizerError
-from collage_fx.offload import HostLink, Offload
+from collage_fx.wings.offload import HostLink, Offload
 from tests.test_gradient_release import adamw, assert_same, batches, loss_of, model
 
 Left = dict[str, Any]

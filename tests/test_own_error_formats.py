@@ -11,12 +11,12 @@ import torch
 from torch import Tensor
 
 from collage_fx import error_terms, explain, full_value
-from collage_fx.cli import main
 from collage_fx.errors import CheckpointMismatchError
 from collage_fx.graph import Unit
 from collage_fx.numerics.error_formats import ERROR_FORMATS, ErrorFormat
 from collage_fx.state import adopt
 from collage_fx.state.error_terms import change_layout, ensure_record
+from collage_tools.cli import main
 from tests.support.agreement import assert_same, trajectory
 from tests.support.error_formats import OWN_FORMATS
 from tests.support.float_bits import same_bits

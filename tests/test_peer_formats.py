@@ -15,13 +15,13 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from torch.nn import Parameter
 
 from collage_fx import CollageBackend, full_value
-from collage_fx.cli import main
 from collage_fx.errors import CheckpointMismatchError, InvalidOptionError, UnsupportedTensorError
 from collage_fx.examples import peer_formats
 from collage_fx.graph import Unit
 from collage_fx.numerics import PACKED_FORMATS
 from collage_fx.state.checkpoint import adopt
 from collage_fx.state.packed import is_packed
+from collage_tools.cli import main
 from tests.support import triton_offline as offline
 from tests.support.agreement import assert_same, differences, trajectory
 from tests.support.detours import DETOURS, direct_and_by

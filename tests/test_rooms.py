@@ -1,12 +1,16 @@
 """The law of the house: which part of collage_fx may know which, read off the syntax trees.
 
-Each folder of ``collage_fx/`` is a room, each file beside them a room of its own.
+Each folder of ``collage_fx/`` is a room; each file beside them, or in ``wings/``, is a room of its own.
+``collage_tools/`` is another house, which knows what a user knows, and a few doors.
 """
 
 import ast
 import functools
+import os
 import re
-from collections.abc import Iterator
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -16,6 +20,8 @@ import collage_fx
 from collage_fx.torch_compat import PATCHES
 
 ROOT = Path(collage_fx.__file__).parent
+#: Package of the tools.
+TOOLS = ROOT.parent / "collage_tools"
 
 #: A room -> the rooms that its files may import from. ``collage_fx/__init__.py`` is ``__init__``.
 LAW: dict[str, set[str]] = {
@@ -49,28 +55,45 @@ LAW: dict[str, set[str]] = {
     "report": {"torch_compat", "numerics", "errors", "graph", "state", "metrics", "pipeline", "budgets"},
 }
 LAW["report"] |= {"choices"}
-LAW["compilation"] = {*LAW, "compilation"} - {"passes", "compilation"}
-LAW["backend"] = {*LAW} - {"passes", "backend"}
+LAW["backend"] = {*LAW} - {"passes"}
 LAW["install"] = {*LAW} - {"passes"}
-LAW["gradient_release"] = {*LAW} - {"passes"}
-LAW["offload"] = {*LAW} - {"passes"}
-LAW["weight_changes"] = {"choices", "records", "torch_compat", "errors", "codegen", "state"}
-LAW["full_precision"] = {"records", "torch_compat", "numerics", "errors", "graph", "state"}
-LAW["optim"] = {*LAW} - {"passes", "gradient_release", "offload", "full_precision"}
-LAW["tools"] = {*LAW} - {"passes", "gradient_release", "offload", "full_precision", "optim"}
-LAW["integrations"] = {*LAW} - {"passes", "capture", "torch_compat", "offload", "full_precision", "optim"}
-LAW["cli"] = {*LAW} - {"passes", "cli"}
-LAW["__init__"] = {*LAW} - {"passes", "cli"}
-LAW["__main__"] = {"cli"}
+LAW["wings.gradient_release"] = {*LAW} - {"passes"}
+LAW["wings.offload"] = {*LAW} - {"passes"}
+LAW["wings.weight_changes"] = {"choices", "records", "torch_compat", "errors", "codegen", "state"}
+LAW["wings.full_precision"] = {"records", "torch_compat", "numerics", "errors", "graph", "state"}
+LAW["optim"] = {room for room in LAW if not room.startswith(("passes", "wings."))}
+LAW["tools"] = LAW["optim"]
+LAW["integrations"] = LAW["tools"] - {"capture", "torch_compat"} | {"wings.gradient_release"}
+LAW["__init__"] = {*LAW} - {"passes"}
+LAW["__main__"] = set()
 
 
 def _files() -> Iterator[Path]:
     yield from sorted({*ROOT.rglob("*.py"), *(ROOT / "passes").glob("*.py")})  # a link, which rglob passes by
 
 
+def _files_of_tools() -> Iterator[Path]:
+    yield from sorted(TOOLS.rglob("*.py"))
+
+
+def _all_files() -> Iterator[Path]:
+    yield from _files()
+    yield from _files_of_tools()
+
+
+def _inside(path: Path) -> str:
+    """The path of a file in ``collage_fx/``; that of a tool begins with ``collage_tools/``."""
+    return path.relative_to(ROOT if path.is_relative_to(ROOT) else ROOT.parent).as_posix()
+
+
 def _room(path: Path) -> str:
-    inside = path.relative_to(ROOT)
-    return inside.parts[0] if len(inside.parts) > 1 else inside.stem
+    """The room of a file; of one of the tools, its folder there."""
+    inside = path.relative_to(ROOT if path.is_relative_to(ROOT) else TOOLS)
+    return _room_of([*inside.parts[:-1], inside.stem])
+
+
+def _room_of(parts: Sequence[str]) -> str:
+    return ".".join(parts[:2]) if parts[0] == "wings" else parts[0]
 
 
 def _imported(tree: ast.AST) -> Iterator[tuple[str, list[str]]]:
@@ -90,7 +113,7 @@ def _rooms_of(path: Path) -> set[str]:
         package, _, inner = module.partition(".")
         if package != "collage_fx":
             continue
-        rooms = [inner.split(".")[0]] if inner else names
+        rooms = [_room_of(inner.split("."))] if inner else names
         for room in rooms:
             assert room in LAW, f"{path} imports {room} from collage_fx itself, which re-exports it"
             found.add(room)
@@ -99,9 +122,26 @@ def _rooms_of(path: Path) -> set[str]:
 
 @pytest.mark.parametrize("path", list(_files()), ids=lambda path: str(path.relative_to(ROOT)))
 def test_a_room_knows_only_those_that_the_law_permits(path: Path) -> None:
+    if path.relative_to(ROOT).as_posix() == "wings/__init__.py":
+        assert not [*_imported(_tree(path))], "each wing is a door"
+        return
     assert _room(path) in LAW, f"say which rooms {_room(path)} may import from"
     forbidden = _rooms_of(path) - LAW[_room(path)]
     assert not forbidden, f"{path.relative_to(ROOT)} imports from {sorted(forbidden)}"
+
+
+def test_a_compilation_knows_no_backend() -> None:
+    modules = {module for module, _ in _imported(_tree(ROOT / "backend" / "compilation.py"))}
+    assert not any(re.match(r"collage_fx\.backend\b", module) for module in modules)
+
+
+#: Most entries of ``collage_fx/`` that a reader of the folder sees, since when: the number only falls.
+MOST_ENTRIES = (("2026-11-27", 26),)
+
+
+def test_the_house_has_few_doors_to_the_street() -> None:
+    entries = [path.name for path in ROOT.iterdir() if path.name not in ("__pycache__", "py.typed")]
+    assert len(entries) <= MOST_ENTRIES[-1][1], sorted(entries)
 
 
 def test_the_law_has_no_circle() -> None:
@@ -117,7 +157,7 @@ def test_names_of_another_room_come_through_its_door(path: Path) -> None:
     """Its ``__init__.py``, but for names that are a module's too."""
     for module, names in _imported(_tree(path)):
         parts = module.split(".")
-        if parts[0] == "collage_fx" and len(parts) > 2 and parts[1] != _room(path) and parts[1] != "passes":
+        if parts[0] == "collage_fx" and len(parts) > 2 and parts[1] not in (_room(path), "passes", "wings"):
             assert parts[-1] in names or _room(path) == "__init__", (
                 f"{path}: import from {'.'.join(parts[:2])}"
             )
@@ -134,6 +174,7 @@ FOR_USERS = {
     "Fp32",
     "Mcf",
     "blocks_of",
+    "collage",
     "from_blocks",
     "why_no_blocks",
 }
@@ -151,8 +192,8 @@ def test_a_door_names_what_it_hands_out_and_nothing_else(room: str) -> None:
     handed_out -= {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
     taken = {
         name
-        for path in _files()
-        if _room(path) != room
+        for path in _all_files()
+        if TOOLS in path.parents or _room(path) != room
         for module, names in _imported(_tree(path))
         if module == f"collage_fx.{room}"
         for name in names
@@ -166,9 +207,180 @@ def test_every_package_is_packed() -> None:
     text = (ROOT.parent / "pyproject.toml").read_text()
     listed = re.search(r"^packages = (\[.*?\])$", text, re.MULTILINE | re.DOTALL)
     assert listed
-    found = {".".join(path.parent.relative_to(ROOT.parent).parts) for path in ROOT.rglob("__init__.py")}
+    doors = [*ROOT.rglob("__init__.py"), *TOOLS.rglob("__init__.py")]
+    found = {".".join(path.parent.relative_to(ROOT.parent).parts) for path in doors}
     found |= {"collage_fx.passes", "collage_fx.examples"}  # which stand at the top of the repository
     assert set(ast.literal_eval(listed[1])) == found
+
+
+# The tools. -------------------------------------------------------------------------------------------------
+
+#: A room of ``collage_tools`` -> the rooms there that its files may import from.
+LAW_OF_TOOLS: dict[str, set[str]] = {
+    "__init__": set(),
+    "pages": set(),
+    "checkup": {"pages"},
+    "gpu_code": set(),
+    "cli": {"checkup", "gpu_code"},
+}
+
+#: Modules of the core whose names are public: docs/api.md lists them.
+PUBLIC = {"collage_fx.errors", "collage_fx.graph", "collage_fx.numerics", "collage_fx.pipeline"}
+
+#: Doors of the core for the tools: what else they may import. Docstrings there say what it does.
+DOORS = {
+    "collage_fx": {"__file__", "__version__", "_complete"},
+    "collage_fx.choices": {
+        "AUDIT_STEPS",
+        "Architecture",
+        "Arithmetic",
+        "Changes",
+        "Dtype",
+        "ErrorFormatName",
+        "PackedFormatName",
+        "Rounding",
+        "Strategy",
+        "did_you_mean",
+    },
+    "collage_fx.clock": {"clock"},
+    "collage_fx.metrics": {"Metrics", "UpdateQuality"},
+    "collage_fx.options": {"GivenOptions"},
+    "collage_fx.report": {
+        "BUDGET_CAPTION",
+        "GraphReport",
+        "TensorReport",
+        "Treatment",
+        "budget_table",
+        "bytes_per_parameter",
+        "plainly",
+        "summary_line",
+        "treatments",
+    },
+    "collage_fx.tools": {
+        "DeviceLaunch",
+        "SafetensorsFile",
+        "examine",
+        "launches_elsewhere",
+        "no_kernels_ahead",
+        "patches",
+    },
+}
+
+#: Files of the core that import from the tools, each when it needs them, which no training program does.
+WITH_TOOLS = {
+    "__init__.py",
+    "__main__.py",
+    "backend/backend.py",
+    "report/dumps.py",
+    "report/graphs.py",
+    "report/report.py",
+}
+
+
+def _taken_by_tools(path: Path) -> Iterator[tuple[str, str]]:
+    """Modules that a file names, and what it takes from each; also as text, for ``mock``."""
+    for node in ast.walk(_tree(path)):
+        if isinstance(node, ast.Import):
+            yield from ((alias.name, "the whole") for alias in node.names if alias.name != "collage_fx")
+        elif isinstance(node, ast.Attribute) and ast.unparse(node.value) == "collage_fx":
+            yield "collage_fx", node.attr
+        elif isinstance(node, ast.ImportFrom):
+            yield from ((str(node.module), alias.name) for alias in node.names)
+        elif isinstance(node, ast.Constant) and re.fullmatch(r"collage_fx(\.\w+)+", str(node.value)):
+            module, _, name = str(node.value).rpartition(".")
+            yield module, name
+
+
+@pytest.mark.parametrize("path", list(_files_of_tools()), ids=_inside)
+def test_a_tool_knows_public_names_and_its_doors(path: Path) -> None:
+    allowed = {**DOORS, "collage_fx": {*DOORS["collage_fx"], *collage_fx.__all__}}
+    for module, name in _taken_by_tools(path):
+        if module.partition(".")[0] == "collage_fx":
+            assert name != "the whole", f"{_inside(path)} imports {module} as a whole"
+            is_public = not PUBLIC.isdisjoint({module, f"{module}.{name}"})
+            assert is_public or name in allowed.get(module, ()), f"{_inside(path)}: {module}.{name}"
+        if module.partition(".")[0] == "collage_tools":
+            room = module.split(".")[1]
+            assert room in LAW_OF_TOOLS[_room(path)] | {_room(path)}, f"{_inside(path)}: {module}"
+            assert room == _room(path) or module.count(".") == 1, f"{_inside(path)}: import from its door"
+
+
+def test_each_door_is_needed() -> None:
+    taken = {each for path in _files_of_tools() for each in _taken_by_tools(path)}
+    assert not {(module, name) for module, names in DOORS.items() for name in names} - taken
+
+
+def test_public_modules_are_documented() -> None:
+    api = (ROOT.parent / "docs" / "api.md").read_text(encoding="utf-8")
+    assert all(f"`{module}`" in api for module in PUBLIC)
+
+
+#: Conditions that are false when a module is imported.
+NOT_AT_IMPORT = {"TYPE_CHECKING", "__name__ == '__main__'"}
+
+
+def _at_import(node: ast.AST) -> Iterator[ast.AST]:
+    """Nodes that run when a module is imported: not in a function, nor for type checkers alone."""
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, ast.If) and ast.unparse(child.test) in NOT_AT_IMPORT:
+            continue
+        if not isinstance(child, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)):
+            yield child
+            yield from _at_import(child)
+
+
+@pytest.mark.parametrize("path", list(_files()), ids=_inside)
+def test_the_core_imports_no_tool_before_it_is_used(path: Path) -> None:
+    def is_tool(module: str) -> bool:
+        return module.partition(".")[0] == "collage_tools"
+
+    early = {
+        name
+        for node in _at_import(_tree(path))
+        for name in (
+            [alias.name for alias in node.names]
+            if isinstance(node, ast.Import)
+            else [str(node.module)]
+            if isinstance(node, ast.ImportFrom)
+            else []
+        )
+    }
+    assert not any(map(is_tool, early))
+    found = {module for module, _ in _imported(_tree(path)) if is_tool(module)}
+    assert not found or _inside(path) in WITH_TOOLS
+    assert all(module.count(".") == 1 for module in found), "a room of the tools has a door, too"
+
+
+FRESH = """
+import sys
+import torch
+import collage_fx
+
+def tools():
+    return sorted(name for name in sys.modules if name.partition(".")[0] == "collage_tools")
+
+assert not tools(), tools()
+assert {*collage_fx.__all__} <= {*dir(collage_fx)}
+p = torch.nn.Parameter(torch.ones(8, dtype=torch.bfloat16))
+print(collage_fx.explain(torch.optim.SGD([p], lr=0.1)))
+assert not tools(), tools()
+assert callable(collage_fx.checkup)
+assert "collage_tools.checkup" in tools() and "collage_tools.gpu_code" not in tools()
+from collage_fx import *
+assert gpu_code is collage_fx.gpu_code
+try:
+    collage_fx.chekup
+except AttributeError as error:
+    assert "chekup" in str(error)
+else:
+    raise AssertionError
+"""
+
+
+def test_importing_and_explaining_need_no_tool() -> None:
+    env = {**os.environ, "PYTHONPATH": str(ROOT.parent)}
+    done = subprocess.run([sys.executable, "-c", FRESH], env=env, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
 
 
 # What is torch's, and private. ------------------------------------------------------------------------------
@@ -179,7 +391,7 @@ PRIVATE_NAMES = (("2026-11-24", 103), ("2026-11-25", 77))
 
 #: A card that isn't there: replaces answers of torch's while a command looks at the code for it, which no
 #: training program does. Its private names are counted apart.
-IMAGINARY, PRIVATE_NAMES_OF_IT = ROOT / "torch_compat" / "imaginary_cuda.py", 20
+IMAGINARY, PRIVATE_NAMES_OF_IT = TOOLS / "gpu_code" / "imaginary_cuda.py", 20
 
 #: Names with a leading underscore that are not torch's.
 NOT_TORCHS = {
@@ -204,7 +416,7 @@ def _is_private(name: str) -> bool:
 def _our_names() -> set[str]:
     """Those that the library gives to functions, classes, variables and attributes of its own."""
     found = set()
-    for node in (node for path in _files() for node in ast.walk(_tree(path))):
+    for node in (node for path in _all_files() for node in ast.walk(_tree(path))):
         if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
             found.add(node.name)
         elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
@@ -237,22 +449,22 @@ def _private_names(path: Path, ours: set[str]) -> set[str]:
             targets = (each.value for each in node.keywords if each.arg == "target")
             for module, _, name in (ast.literal_eval(each).partition(":") for each in targets):
                 found.add(f"{module}.{re.split('[.( ]', name)[0]}")
-    inside = str(path.relative_to(ROOT))
+    inside = _inside(path)
     torchs = {name for name in found if name.startswith((".", "torch.")) and (inside, name) not in NOT_TORCHS}
     return {name for name in torchs if _is_private(name)}
 
 
 def test_private_names_of_torch_are_in_torch_compat_alone() -> None:
     ours = _our_names()
-    for path in _files():
-        if _room(path) != "torch_compat":
+    for path in _all_files():
+        if _room(path) != "torch_compat" and path != IMAGINARY:
             found = _private_names(path, ours)
-            assert not found, f"{path.relative_to(ROOT)}: {sorted(found)}; torch_compat is the place"
+            assert not found, f"{_inside(path)}: {sorted(found)}; torch_compat is the place"
 
 
 def test_private_names_of_torch_become_fewer() -> None:
     ours = _our_names()
-    paths = [path for path in _files() if _room(path) == "torch_compat" and path != IMAGINARY]
+    paths = [path for path in _files() if _room(path) == "torch_compat"]
     found = set().union(*(_private_names(path, ours) for path in paths))
     counts = [count for _, count in PRIVATE_NAMES]
     assert counts == sorted(set(counts), reverse=True), "the number only falls"
@@ -284,16 +496,16 @@ ASSIGNED = {
     ("torch_compat/own_steps.py", "setattr"): "a mark on a function of ours",
     ("install.py", "cls.__init__"): "of a class that the user has asked to change",
     ("install.py", "cell.cell_contents"): "of a wrapper's function that holds the step of before",
-    ("gradient_release.py", "p.grad"): "of small parameters of its own",
-    ("gradient_release.py", "parameter.grad"): "a gradient that has been used, as zero_grad() does",
-    ("offload.py", "parameter.grad"): "a gradient that has been copied, as zero_grad() does",
-    ("offload.py", "twin.grad"): "of a parameter of our own",
-    ("offload.py", "twin.grad_dtype"): "of a parameter of our own",
+    ("wings/gradient_release.py", "p.grad"): "of small parameters of its own",
+    ("wings/gradient_release.py", "parameter.grad"): "a gradient that has been used, as zero_grad() does",
+    ("wings/offload.py", "parameter.grad"): "a gradient that has been copied, as zero_grad() does",
+    ("wings/offload.py", "twin.grad"): "of a parameter of our own",
+    ("wings/offload.py", "twin.grad_dtype"): "of a parameter of our own",
     ("optim/__init__.py", "__init__.__signature__"): "of a function of ours",
     ("install.py", "setattr"): "a mark on a function of ours",
     ("capture/watch.py", "parameter.grad"): "the same memory in another tensor, while Dynamo traces",
     ("tools/audit.py", "parameter.grad"): "of parameters that the audit has made",
-    ("cli.py", "p.grad"): "of parameters that the command has made",
+    ("collage_tools/cli.py", "p.grad"): "of parameters that the command has made",
     ("tools/doctor.py", "p.grad"): "of a parameter that the self-test has made",
     ("tools/explain.py", "parameter.grad"): "of a copy of the optimizer",
     ("tools/explain.py", "copied.__kwdefaults__"): "of a copy of a function",
@@ -324,7 +536,7 @@ def _our_attributes() -> frozenset[str]:
     """Return the names of attributes that classes of the library declare and that none of torch's has."""
     found = set()
     for each in (
-        each for path in _files() for each in ast.walk(_tree(path)) if isinstance(each, ast.ClassDef)
+        each for path in _all_files() for each in ast.walk(_tree(path)) if isinstance(each, ast.ClassDef)
     ):
         for node in ast.walk(each):
             if isinstance(node, ast.Attribute) and not isinstance(node.ctx, ast.Load):
@@ -346,7 +558,10 @@ def _assigned(path: Path) -> Iterator[str]:
         (alias.asname or alias.name).partition(".")[0]
         for node in imports
         for alias in node.names
-        if not (isinstance(node, ast.ImportFrom) and str(node.module).partition(".")[0] == "collage_fx")
+        if not (
+            isinstance(node, ast.ImportFrom)
+            and str(node.module).partition(".")[0] in ("collage_fx", "collage_tools")
+        )
     }
     for node in ast.walk(tree):
         if isinstance(node, ast.Attribute) and not isinstance(node.ctx, ast.Load):
@@ -358,9 +573,9 @@ def _assigned(path: Path) -> Iterator[str]:
             yield "setattr"
 
 
-@pytest.mark.parametrize("path", list(_files()), ids=lambda path: str(path.relative_to(ROOT)))
+@pytest.mark.parametrize("path", list(_all_files()), ids=_inside)
 def test_what_is_not_ours_is_changed_by_patches_alone(path: Path) -> None:
-    inside = str(path.relative_to(ROOT))
+    inside = _inside(path)
     modules = {module for module, _ in _imported(_tree(path))}
     if path != IMAGINARY:
         assert not modules & {"mock", "unittest", "unittest.mock"}, f"{inside} replaces something in passing"
@@ -370,7 +585,7 @@ def test_what_is_not_ours_is_changed_by_patches_alone(path: Path) -> None:
 
 
 def test_each_exception_is_needed() -> None:
-    met = {(str(path.relative_to(ROOT)), name) for path in _files() for name in _assigned(path)}
+    met = {(_inside(path), name) for path in _all_files() for name in _assigned(path)}
     assert not ASSIGNED.keys() - met
 
 
@@ -387,7 +602,7 @@ def test_a_variable_may_have_any_name(tmp_path: Path) -> None:
 
 
 def test_every_patch_is_listed() -> None:
-    for path in _files():
+    for path in _all_files():
         made = [node for node in ast.walk(_tree(path)) if isinstance(node, ast.Call)]
         names = [
             ast.literal_eval(each.value)

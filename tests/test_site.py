@@ -46,8 +46,9 @@ def test_nothing_is_fetched_from_elsewhere(site: Path) -> None:
 @pytest.mark.parametrize("name", sorted({*collage_fx.__all__} - {"optim"}))  # of which the page has of()
 def test_the_reference_has_all_public_names(site: Path, name: str) -> None:
     page = (site / "reference.html").read_text()
-    module = r"(install|offload|tools\.explain|tools\.audit|tools\.checkup|tools\.gpu_code)\."
-    assert re.search(rf'id="collage_fx\.({module})?{name}" class="doc doc-heading"', page)
+    module = r"collage_fx\.((install|tools\.explain|tools\.audit)\.)?"
+    tools = r"collage_tools\.(checkup\.verdicts|gpu_code\.kernels)\."
+    assert re.search(rf'id="({module}|{tools}){name}" class="doc doc-heading"', page)
     assert not re.search(":(class|meth|func|data|mod):", page)
 
 

@@ -9,8 +9,8 @@ from torch.optim import Optimizer
 from typing_extensions import Unpack
 
 from collage_fx.errors import InvalidOptionError
-from collage_fx.gradient_release import step_in_backward
 from collage_fx.install import InstallOptions, join
+from collage_fx.wings.gradient_release import step_in_backward
 
 __all__ = ["prepare"]
 

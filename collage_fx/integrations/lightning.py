@@ -8,9 +8,9 @@ from typing_extensions import Unpack
 
 from collage_fx.backend import CollageBackend
 from collage_fx.errors import InvalidOptionError
-from collage_fx.gradient_release import step_in_backward
 from collage_fx.install import join
 from collage_fx.options import GivenOptions
+from collage_fx.wings.gradient_release import step_in_backward
 
 try:
     from lightning.pytorch import Callback

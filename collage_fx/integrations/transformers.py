@@ -9,9 +9,9 @@ from transformers import TrainerCallback
 from typing_extensions import Unpack
 
 from collage_fx.backend import CollageBackend
-from collage_fx.gradient_release import step_in_backward
 from collage_fx.install import join
 from collage_fx.options import GivenOptions
+from collage_fx.wings.gradient_release import step_in_backward
 
 __all__ = ["CollageCallback"]
 

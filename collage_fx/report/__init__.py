@@ -1,9 +1,13 @@
-"""Reports of compilations: tables, pages, pictures, plots and dumps. Nothing here decides anything."""
+"""Reports: tables of the treatment of each tensor, and the graphs that ``collage_tools.pages`` draws."""
 
 from collage_fx.report.dumps import PassLog
 from collage_fx.report.graphs import GraphReport
-from collage_fx.report.page import html_document, html_table
-from collage_fx.report.plots import plot
 from collage_fx.report.report import CollageReport
-from collage_fx.report.svg import histogram
-from collage_fx.report.tensors import TensorReport, tensor_report, treatments
+from collage_fx.report.tables import BUDGET_CAPTION, budget_table, plainly, summary_line
+from collage_fx.report.tensors import (
+    TensorReport,
+    Treatment,
+    bytes_per_parameter,
+    tensor_report,
+    treatments,
+)

@@ -17,8 +17,6 @@ from torch.fx import Graph, GraphModule
 
 from collage_fx.graph import graph_text
 from collage_fx.pipeline import Stage
-from collage_fx.report.pictures import whole_graph
-from collage_fx.report.svg import svg
 
 VARIABLE = "COLLAGE_FX_DUMP"
 
@@ -57,6 +55,8 @@ class PassLog:
     def _dump(self, name: str, summary: str, graph: Graph) -> None:
         if self._folder is None:
             return
+        from collage_tools.pages import svg, whole_graph
+
         stem = f"{next(self._numbers):02}-{name}"
         says = f"{name}: {summary}"
         drawn = whole_graph(graph)

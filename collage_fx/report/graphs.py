@@ -7,6 +7,7 @@ import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 from torch.fx import Graph, GraphModule
@@ -17,9 +18,10 @@ from collage_fx.errors import InvalidOptionError
 from collage_fx.graph import Repetition, Role, Route, StepProgram, copy_of, repeated_graph
 from collage_fx.numerics import ERROR_FORMATS
 from collage_fx.pipeline import Pass, Stage, run_pipeline, up_to_choosing
-from collage_fx.report.pictures import Picture, picture
-from collage_fx.report.svg import svg
 from collage_fx.report.tensors import TensorReport, Treatment, bytes_per_parameter, tensor_report
+
+if TYPE_CHECKING:
+    from collage_tools.pages import Picture
 
 #: A rewritten graph, and (name, summary) of each pass.
 Rewritten = tuple[GraphModule, tuple[tuple[str, str], ...]]
@@ -139,6 +141,8 @@ class GraphReport:
 
     def picture_of(self, graph: Graph, inputs: tuple[str, ...]) -> Picture:
         """Return a picture of the update of some inputs in a stage's graph."""
+        from collage_tools.pages import picture
+
         return picture(graph, inputs, self._input_names())
 
     def to_text(self, tensor: str | None = None) -> str:
@@ -163,6 +167,8 @@ class GraphReport:
         Raises:
             ValueError: there is no tensor of that name, or the path has another ending.
         """
+        from collage_tools.pages import svg
+
         path = Path(path)
         if path.suffix != ".svg":
             raise InvalidOptionError(

@@ -8,7 +8,6 @@ from pathlib import Path
 from collage_fx.graph import Route
 from collage_fx.metrics import Metrics
 from collage_fx.report.graphs import GraphReport
-from collage_fx.report.page import html_page
 from collage_fx.report.tables import BUDGET_CAPTION, budget_table, section, summary_line
 from collage_fx.report.tensors import TensorReport, bytes_per_parameter
 
@@ -98,6 +97,8 @@ class CollageReport:
         Args:
             kernels: whether to show the C++ and Triton code of the kernels. A report of ``explain`` has none.
         """
+        from collage_tools.pages import html_page
+
         return html_page(
             self.graphs,
             {subject: (rows, self._other_state_of(subject)) for subject, rows in self.by_subject().items()},

@@ -18,7 +18,6 @@ There is a module for each part of torch:
 - ``inductor_lowerings``: lowerings of our operators;
 - ``inductor_libraries``: C++ functions, compiled like its kernels;
 - ``triton_tables``: its Triton kernels, for many tensors in one launch, and ``triton_sums``: with sums;
-- ``sass``: the machine code of such kernels, and ``imaginary_cuda``: GPUs for which it is compiled;
 - ``patching``: the way to replace a function of torch, and ``patches``: a list of all replacements;
 - ``patch_*``: replacements in Dynamo (``conversions``, ``graph_breaks``, ``optimizers``, ``numbers``), in
   Inductor (``inductor``), and outside of compilations (``steps``, ``averages``).
@@ -186,6 +185,7 @@ try:
         TableKernel,
         launch,
         launches_of,
+        no_kernels_ahead,
         on_device,
         table_kernel,
     )

@@ -21,6 +21,7 @@ result.
 from __future__ import annotations
 
 import ast
+import contextlib
 import functools
 import hashlib
 import re
@@ -29,7 +30,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch._inductor.async_compile import AsyncCompile
@@ -65,8 +66,10 @@ class TableKernel:
         adding: the kernel that adds this kernel's partial sums, if it has any: Note [Sums of a launch].
         threads: threads of a program.
         tiles: tiles of a program, one after the other.
+        begins: whether kernels are compiled ahead of their first launch.
     """
 
+    begins: ClassVar[bool] = True
     name: str
     arguments: tuple[int, ...]
     size: int
@@ -78,6 +81,8 @@ class TableKernel:
 
     def begin(self) -> None:
         """Start to compile the kernel for aligned addresses, maybe in another process."""
+        if not TableKernel.begins:
+            return
         _begun(self.name, self.source[True])
         if self.adding is not None:
             self.adding.begin()
@@ -85,6 +90,16 @@ class TableKernel:
     def loaded(self, *, aligned: bool) -> Any:
         """Return the compiled kernel: ``run(table, programs, *grid, stream=...)``."""
         return _loaded(self.name, self.source[aligned])
+
+
+@contextlib.contextmanager
+def no_kernels_ahead() -> Iterator[None]:
+    """Context manager: no kernel is compiled ahead of its first launch, as for a device that is not there."""
+    before, TableKernel.begins = TableKernel.begins, False
+    try:
+        yield
+    finally:
+        TableKernel.begins = before
 
 
 @functools.cache

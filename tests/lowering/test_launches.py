@@ -20,7 +20,7 @@ from collage_fx.graph import Reason, placeholders
 from collage_fx.lowering.lower import _whole
 from collage_fx.lowering.schedule import lower_in_parts
 from collage_fx.torch_compat import TableKernel
-from collage_fx.torch_compat.imaginary_cuda import machine_code
+from collage_tools.gpu_code.imaginary_cuda import machine_code
 from tests.support import triton_offline as offline
 from tests.support.launched import LaunchedSteps, step_on_cuda
 from tests.support.substitutes import no_kernel_over_a_table, no_tables_of_addresses, numbers_frozen

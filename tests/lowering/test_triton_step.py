@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from collage_fx.lowering.lower import inductor_settings
-from collage_fx.torch_compat.imaginary_cuda import imported_kernel
+from collage_tools.gpu_code.imaginary_cuda import imported_kernel
 from tests.support import triton_offline as offline
 from tests.support.agreement import assert_half_ulp, assert_same, trajectory
 from tests.support.optimizers import Case, CompiledOptimizer, Tensors, gradients

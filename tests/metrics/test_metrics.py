@@ -39,8 +39,8 @@ from collage_fx.numerics.update_sums import (
     sizes,
     sums,
 )
-from collage_fx.report.plots import plot
 from collage_fx.torch_compat import inductor_config
+from collage_tools.pages.plots import plot
 from tests.support import triton_offline as offline
 from tests.support.substitutes import captured_into_a_cuda_graph
 from tests.support.training import Descent, compiled, differences, everything, parameters, run_steps

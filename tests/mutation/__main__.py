@@ -26,7 +26,7 @@ from tests.mutation.mutants import Mutant, drawn, mutants_of
 from tests.support.rows import row_of, rows
 
 #: Folders whose files are mutated.
-SOURCES = ("collage_fx", "passes")
+SOURCES = ("collage_fx", "collage_tools", "passes")
 
 #: Part of the mutants that tests have to find.
 KILLED = 0.95

@@ -14,8 +14,8 @@ import sympy
 import torch
 
 from collage_fx import CollageBackend, CollageReport, explain
-from collage_fx.report.mathml import recurrence_mathml
-from collage_fx.report.pictures import PASS_COLORS, pass_color
+from collage_tools.pages.mathml import recurrence_mathml
+from collage_tools.pages.pictures import PASS_COLORS, pass_color
 from tests.support.training import Descent, parameters, run_steps
 
 HTML = "{http://www.w3.org/1999/xhtml}"

@@ -114,7 +114,7 @@ def without_pinning() -> Iterator[None]:
         assert len(others) == len(passes) - 1
         run_pipeline(program, others, **options)
 
-    with mock.patch("collage_fx.compilation.run_pipeline", run_others):
+    with mock.patch("collage_fx.backend.compilation.run_pipeline", run_others):
         yield
 
 
@@ -165,7 +165,7 @@ def torch_without(told: str) -> AbstractContextManager[Any]:
 
 def no_triton() -> AbstractContextManager[Any]:
     """Context manager: Triton is not installed."""
-    return mock.patch("collage_fx.torch_compat.imaginary_cuda.have_triton", return_value=False)
+    return mock.patch("collage_tools.gpu_code.kernels.have_triton", return_value=False)
 
 
 def error_terms_pickled_as_they_are() -> AbstractContextManager[Any]:
@@ -212,6 +212,11 @@ def doctor_expects(patch: Patch) -> AbstractContextManager[Any]:
 def doctor_compiles(fails: Exception) -> AbstractContextManager[Any]:
     """Context manager: the steps of the self-test fail."""
     return mock.patch("collage_fx.tools.doctor._compiled_steps", side_effect=fails)
+
+
+def doctor_interrupted() -> AbstractContextManager[Any]:
+    """Context manager: Ctrl-C is pressed while the command ``doctor`` runs."""
+    return mock.patch("collage_fx.tools.examine", side_effect=KeyboardInterrupt)
 
 
 # Spies: what is seen is in no report. -----------------------------------------------------------------------

@@ -15,7 +15,7 @@ It works with a CPU build of torch and with a CUDA build on a machine without a 
 (Linux only): importing this module needs only torch, the functions need Triton. ``HAVE_TRITON`` says whether
 it is there.
 
-The imaginary card is that of ``collage_fx/torch_compat/imaginary_cuda.py``. What differs between Triton's
+The imaginary card is that of ``collage_tools/gpu_code/imaginary_cuda.py``. What differs between Triton's
 versions, besides:
 
 * Triton 3.6 (torch 2.11) converts an array of one element with ``int()``, which NumPy 2.5 refuses (the worker
@@ -40,7 +40,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx import Graph, GraphModule, Node
 
-from collage_fx.torch_compat.imaginary_cuda import CUDA, have_triton, imaginary_cuda, machine_code, to_cuda
+from collage_tools.gpu_code.imaginary_cuda import CUDA, have_triton, imaginary_cuda, machine_code, to_cuda
 
 __all__ = [
     "HAVE_TRITON",

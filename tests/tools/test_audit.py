@@ -9,9 +9,9 @@ import torch
 from torch.optim import SGD, AdamW, Optimizer
 
 from collage_fx import audit
-from collage_fx.cli import main
 from collage_fx.errors import InvalidOptionError
 from collage_fx.tools.audit import FAILED, INACCURATE, NOTHING_TO_COMPARE, REFUSED, falls_short
+from collage_tools.cli import main
 from tests.support.training import Descent
 
 

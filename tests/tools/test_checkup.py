@@ -18,14 +18,11 @@ from torch.optim import AdamW
 import collage_fx
 from benchmarks.checkup import RESULTS as MEASURED
 from benchmarks.checkup import Outcome, Run, fourier, of_initializers, stochastic, tables, train
-from collage_fx.cli import main
 from collage_fx.errors import CheckpointMismatchError, InvalidOptionError
 from collage_fx.numerics import STORAGE_FORMATS
 from collage_fx.state import SafetensorsFile
 from collage_fx.state.safetensors_file import write_safetensors
-from collage_fx.tools.checkpoint_files import checkpoint_tensors
-from collage_fx.tools.checkup import CANNOT_TELL, NO_SIGN, ROUNDED_AWAY, Checkup, checkup
-from collage_fx.tools.code_counts import (
+from collage_tools.checkup.code_counts import (
     BELOW,
     COMPARED,
     COMPARED_EXPECTED,
@@ -45,6 +42,9 @@ from collage_fx.tools.code_counts import (
     unevenness,
     values,
 )
+from collage_tools.checkup.files import checkpoint_tensors
+from collage_tools.checkup.verdicts import CANNOT_TELL, NO_SIGN, ROUNDED_AWAY, Checkup, checkup
+from collage_tools.cli import main
 
 ROOT = Path(__file__).resolve().parents[2]
 Weights = dict[str, Tensor]

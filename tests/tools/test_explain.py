@@ -12,7 +12,7 @@ from torch import Tensor
 
 from collage_fx import CollageBackend, error_terms, explain
 from collage_fx.errors import InvalidOptionError, UnsupportedTensorError
-from collage_fx.tools.gpu_code import gpu_code
+from collage_tools.gpu_code import gpu_code
 from tests.support.training import (
     Descent,
     LateMomentum,

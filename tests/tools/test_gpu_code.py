@@ -7,10 +7,10 @@ import torch
 
 from collage_fx import gpu_code
 from collage_fx.choices import Architecture
-from collage_fx.cli import main
 from collage_fx.errors import InvalidOptionError
-from collage_fx.torch_compat import imaginary_cuda
-from collage_fx.torch_compat.sass import CARDS
+from collage_tools.cli import main
+from collage_tools.gpu_code import imaginary_cuda
+from collage_tools.gpu_code.sass import CARDS
 from tests.support.substitutes import no_tables_of_addresses, no_triton
 from tests.support.training import parameters
 

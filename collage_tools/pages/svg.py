@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from html import escape
 
-from collage_fx.report.pictures import Picture, pass_color
+from collage_tools.pages.pictures import Picture, pass_color
 
 CHARACTER = 6.7  # width of a character at 11 px in a monospaced font
 ROW_HEIGHT = 26.0

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 from tabulate import tabulate
@@ -12,15 +12,20 @@ from torch.fx import GraphModule
 from torch.optim import Optimizer
 from typing_extensions import Unpack
 
+from collage_fx import CollageReport
 from collage_fx.choices import Architecture, did_you_mean
 from collage_fx.errors import InvalidOptionError
-from collage_fx.graph import Reason, Role, StepProgram, placeholders, tensor_value
-from collage_fx.lowering import Lowered, step_in_parts, why_not_compiled
-from collage_fx.options import GivenOptions, refuse_unknown
-from collage_fx.report import CollageReport
-from collage_fx.runtime import Kernel, Launch, StepInParts
-from collage_fx.tools.explain import CaptureOnly, captured
-from collage_fx.torch_compat import imaginary_cuda, sass, without_triton
+from collage_fx.graph import Role, placeholders, tensor_value
+from collage_fx.options import GivenOptions
+from collage_fx.tools import DeviceLaunch, launches_elsewhere
+from collage_tools.gpu_code.imaginary_cuda import (
+    ARCHITECTURES,
+    have_triton,
+    imaginary_cuda,
+    machine_code,
+    to_cuda,
+)
+from collage_tools.gpu_code.sass import CARDS, busiest, by_pipe, full_block
 
 #: Widest memory access of a thread, in bytes.
 WIDEST = 16
@@ -44,7 +49,7 @@ class GpuKernel:
         wide_accesses: number of 16-byte loads and stores in the machine code of a thread.
         instructions: instructions per element of the parameters that a full block executes, by pipe;
             "issue" = all of them. Empty for numbers, for sums and for AMD's GPUs. See Note [Instructions of
-            a full block] in ``torch_compat/sass.py``.
+            a full block] in ``sass.py``.
         issue: picoseconds per element of the parameters that the issue slots of the GPU need, or its busiest
             pipe if that needs more.
         memory: picoseconds per element of the parameters that the bytes need at the speed of a copy.
@@ -121,7 +126,7 @@ class GpuCode:
         ]
         table = tabulate(rows, headers=headers, tablefmt="simple", floatfmt=".4g")
         reasons = dict.fromkeys(kernel.reason for kernel in self.kernels if kernel.reason)
-        card = sass.CARDS[self.arch] if any(kernel.instructions for kernel in self.kernels) else None
+        card = CARDS[self.arch] if any(kernel.instructions for kernel in self.kernels) else None
         lines = [
             f"For {self.arch}: {self.launches} launches per step. Bytes, instructions and times are per "
             "element of the parameters, registers per thread.",
@@ -160,82 +165,49 @@ def gpu_code(
         InvalidOptionError: Triton is not installed, or the architecture or an option is unknown.
         CollageError: compiling the step would raise this error.
     """
-    if arch not in imaginary_cuda.ARCHITECTURES:
-        known = did_you_mean(arch, imaginary_cuda.ARCHITECTURES)
+    if arch not in ARCHITECTURES:
+        known = did_you_mean(arch, ARCHITECTURES)
         raise InvalidOptionError(f"arch={arch!r} is unknown", where="arch", remedy=known)
-    if not imaginary_cuda.have_triton():
+    if not have_triton():
         raise InvalidOptionError(
             "Triton is not installed, or NumPy, which it needs",
             where="the code for a GPU",
             remedy="pip install triton numpy (on Linux; a CUDA build of torch includes Triton)",
         )
-    refuse_unknown(options)
-    backend = _OnGpu(arch, **options)
-    captured(optimizer, backend)
-    report = backend.report()
-    if isinstance(backend.step, Reason):
-        return GpuCode(arch, (), report, str(backend.step))
+    report, found = launches_elsewhere(optimizer, partial(imaginary_cuda, arch), _on_cuda, **options)
+    if isinstance(found, str):
+        return GpuCode(arch, (), report, found)
     elements = sum(tensor.numel for tensor in report.tensors if tensor.role is Role.PARAMETER)
-    kernels = [_of_group(group, elements, arch) for group in backend.step.on_devices]
-    return GpuCode(arch, tuple(kernels), report)
-
-
-class _OnGpu(CaptureOnly):
-    """Backend that lowers steps for an imaginary GPU, and runs the rewritten graph.
-
-    Attributes:
-        step: the last step in parts for the GPU, or the reason why there is none.
-    """
-
-    step: StepInParts | Reason
-
-    def __init__(self, arch: Architecture, **options: Unpack[GivenOptions]) -> None:
-        super().__init__(**options)
-        self.arch = arch
-        self.step = Reason("the step has nothing to compensate")
-
-    def lower(
-        self, program: StepProgram, example_inputs: Sequence[Any], inductor_options: dict[str, Any]
-    ) -> Lowered | Reason:
-        why = why_not_compiled(program.gm.graph, is_recorded=program.is_recorded)
-        moved = replace(program, gm=_on_cuda(program.gm))
-        with imaginary_cuda.imaginary_cuda(self.arch), without_triton():
-            self.step = why or step_in_parts(moved)
-        return super().lower(program, example_inputs, inductor_options)
+    return GpuCode(arch, tuple(_kernel(each, elements, arch) for each in found), report)
 
 
 def _on_cuda(gm: GraphModule) -> GraphModule:
     """Return a copy of a graph on the imaginary GPU; learning rates (float64 numbers) stay on the CPU."""
     inputs = [(node.name, tensor_value(node)) for node in placeholders(gm.graph)]
     is_number = {name: value is not None and value.dtype is torch.float64 for name, value in inputs}
-    return imaginary_cuda.to_cuda(gm, keep_on_cpu=[name for name in is_number if is_number[name]])
+    return to_cuda(gm, keep_on_cpu=[name for name in is_number if is_number[name]])
 
 
-def _of_group(group: Launch | Sequence[Any], elements: int, arch: str) -> GpuKernel:
+def _kernel(found: DeviceLaunch, elements: int, arch: str) -> GpuKernel:
     """Return the kernel of a launch for all tensors, or of separate calls for each tensor."""
-    if not isinstance(group, Launch):
-        kernel: Kernel = group[0].kernel
-        reasons = "; ".join(str(reason) for _, reason in kernel.reasons)
-        launches = sum(call.kernel.launches for call in group)
-        return GpuKernel("", "", len(group), launches, 0.0, (), 0, 0, 0, reasons)
-    name, source = group.function.name, group.function.source[True]
-    code = imaginary_cuda.machine_code(name, source, arch)
-    moved = sum(group.accesses) * sum(group.lengths) / elements
+    if not found.name:
+        return GpuKernel("", "", found.tensors, found.launches, 0.0, (), 0, 0, 0, found.reason)
+    code = machine_code(found.name, found.source, arch)
+    moved = sum(found.accesses) * found.units / elements
     pipes, issue, memory = dict[str, float](), 0.0, 0.0
-    if moved and (card := sass.CARDS.get(arch)) is not None:
-        function = group.function
-        executed = sass.by_pipe(sass.full_block(code.stages["sass"], function.tiles))
+    if moved and (card := CARDS.get(arch)) is not None:
+        executed = by_pipe(full_block(code.stages["sass"], found.tiles))
         # Threads for each element of the parameters: those of a program, times the share of this launch.
-        each = function.threads / function.size * sum(group.lengths) / elements
+        each = found.threads * found.units / elements
         pipes = {pipe: number * each for pipe, number in executed.items()}
-        issue, memory = sass.busiest(pipes, card)[1] * 1e12, moved / card.bandwidth * 1e12
+        issue, memory = busiest(pipes, card)[1] * 1e12, moved / card.bandwidth * 1e12
     return GpuKernel(
-        name,
-        source,
-        tensors=len(group.lengths),
-        launches=1,
+        found.name,
+        found.source,
+        tensors=found.tensors,
+        launches=found.launches,
         bytes_per_parameter=moved,
-        accesses=tuple(unit / group.kernel.width for unit in group.accesses),
+        accesses=tuple(unit / found.width for unit in found.accesses),
         registers=code.registers,
         spilled=code.spilled,
         wide_accesses=code.accesses.get(WIDEST, 0),

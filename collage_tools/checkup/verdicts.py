@@ -27,9 +27,7 @@ from torch import Tensor
 
 from collage_fx.errors import InvalidOptionError
 from collage_fx.numerics import STORAGE_FORMATS, short_name
-from collage_fx.tools.checkpoint_files import checkpoint_tensors, load_plain
-from collage_fx.tools.checkup_page import json_of, page_of, text_of
-from collage_fx.tools.code_counts import (
+from collage_tools.checkup.code_counts import (
     CODES,
     MAGNITUDES,
     Moves,
@@ -46,6 +44,8 @@ from collage_fx.tools.code_counts import (
     unevenness,
     values,
 )
+from collage_tools.checkup.files import checkpoint_tensors, load_plain
+from collage_tools.checkup.page import json_of, page_of, text_of
 
 #: Verdicts. ROUNDED_AWAY is the finding; NO_SIGN is for master weights, error terms and stochastic rounding.
 ROUNDED_AWAY = "trained without master weights"

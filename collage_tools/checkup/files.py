@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from collage_fx.errors import CheckpointMismatchError, InvalidOptionError
-from collage_fx.state import SafetensorsFile
+from collage_fx.tools import SafetensorsFile
 
 #: Endings of files that ``torch.save`` writes.
 TORCH_ENDINGS = (".bin", ".pt", ".pth", ".ckpt")

@@ -10,6 +10,7 @@ import torch
 from torch.fx import GraphModule
 from typing_extensions import Unpack
 
+from collage_fx.backend.compilation import Backend, Compilation
 from collage_fx.capture import not_compiled_yet, start_watch
 from collage_fx.choices import (
     Arithmetic,
@@ -20,7 +21,6 @@ from collage_fx.choices import (
     Rounding,
     Strategy,
 )
-from collage_fx.compilation import Backend, Compilation
 from collage_fx.errors import InvalidOptionError
 from collage_fx.lowering import JOINT_GRAPH_SETTINGS, forget_kernels
 from collage_fx.metrics import Metrics
@@ -34,7 +34,7 @@ from collage_fx.options import (
     refuse_unless,
 )
 from collage_fx.pipeline import PIPELINE, Pass
-from collage_fx.report import CollageReport, plot
+from collage_fx.report import CollageReport
 from collage_fx.torch_compat import mode_options
 
 
@@ -160,7 +160,9 @@ class CollageBackend(Backend):
     def plot(
         self, path: str | Path, model: torch.nn.Module | None = None, *, depth: int | None = None
     ) -> Path:
-        """Plot EDQ ratio, lost updates and sizes of updates into a file: see ``report/plots.py``."""
+        """Plot EDQ ratio, lost updates and sizes of updates into a file: see ``collage_tools.pages``."""
+        from collage_tools.pages import plot
+
         return plot(self.metrics(model), path, depth=depth)
 
     def forget_metrics(self) -> None:

@@ -50,7 +50,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx import Graph, GraphModule, Node
 
-from collage_fx.torch_compat.triton_tables import TableKernel
+from collage_fx.tools import no_kernels_ahead
 
 CUDA = torch.device("cuda", 0)
 
@@ -273,7 +273,7 @@ def imaginary_cuda(arch: str = "sm_90") -> Iterator[None]:
         stack.enter_context(
             mock.patch.object(torch._C, "_cuda_getCurrentRawStream", return_value=0, create=True)
         )
-        stack.enter_context(mock.patch.object(TableKernel, "begin"))
+        stack.enter_context(no_kernels_ahead())
         yield
 
 

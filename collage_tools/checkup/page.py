@@ -13,11 +13,11 @@ from tabulate import tabulate
 from torch import Tensor
 
 from collage_fx.numerics import short_name
-from collage_fx.report import histogram, html_document, html_table
-from collage_fx.tools.code_counts import CODES, MAGNITUDES, binades, first_exponent, power_sums, values
+from collage_tools.checkup.code_counts import CODES, MAGNITUDES, binades, first_exponent, power_sums, values
+from collage_tools.pages import histogram, html_document, html_table
 
 if TYPE_CHECKING:
-    from collage_fx.tools.checkup import Checkup, Group, TensorCheck
+    from collage_tools.checkup.verdicts import Checkup, Group, TensorCheck
 
 #: Largest width of a line of text, and of the column of names.
 TEXT_WIDTH, NAME_WIDTH = 100, 40

@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     import torch
     from torch.optim import Optimizer
 
-    from collage_fx.report import CollageReport
+    from collage_fx import CollageReport
 
 #: Exit statuses: FAILED if the command found a failure, MISUSED for a mistake on the command line.
 FAILED, MISUSED, INTERRUPTED = 1, 2, 130
@@ -246,8 +246,7 @@ def _add_explain_options(parser: argparse.ArgumentParser) -> None:
 
 def _explain(options: argparse.Namespace, _: list[str]) -> int:
     from collage_fx.report import treatments
-    from collage_fx.tools.explain import explain
-    from collage_fx.tools.gpu_code import gpu_code
+    from collage_tools.gpu_code import gpu_code
 
     choices = _choices(options)
     with clock(f"collage-fx: compiling the step of {options.optimizer}"):
@@ -256,7 +255,9 @@ def _explain(options: argparse.Namespace, _: list[str]) -> int:
         if code is not None:
             report = code.report
         else:
-            report = _compiled(optimizer, choices) if options.kernels else explain(optimizer, **choices)
+            report = (
+                _compiled(optimizer, choices) if options.kernels else collage_fx.explain(optimizer, **choices)
+            )
     print(report.to_markdown(full=options.full) if options.markdown else report.to_text(full=options.full))
     if options.why:
         print(f"\n{report.why()}")
@@ -279,9 +280,7 @@ def _compiled(optimizer: Optimizer, choices: dict[str, Any]) -> CollageReport:
     """Run two real steps and return their report; some optimizers create their state in the first step."""
     import torch
 
-    from collage_fx.backend import CollageBackend
-
-    backend = CollageBackend(**choices)
+    backend = collage_fx.CollageBackend(**choices)
     step = torch.compile(optimizer.step, backend=backend)
     for _ in range(2):
         for group in optimizer.param_groups:
@@ -412,7 +411,7 @@ def _demo(options: argparse.Namespace, rest: list[str]) -> int:
     missing = [name for name in ("matplotlib", "tqdm") if importlib.util.find_spec(name) is None]
     if missing:
         raise UsageError(f"the demo needs {' and '.join(missing)}: pip install 'collage-fx[demo]'")
-    command = [sys.executable, str(Path(__file__).parent / "examples" / "train_gpt.py"), *rest]
+    command = [sys.executable, str(Path(collage_fx.__file__).parent / "examples" / "train_gpt.py"), *rest]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}  # a checkout may not be installed
     status = subprocess.run(command, env=environment, check=False).returncode
     return status if status >= 0 else 128 - status  # a signal, as a shell gives it
@@ -431,10 +430,8 @@ def _add_audit_options(parser: argparse.ArgumentParser) -> None:
 def _audit(options: argparse.Namespace, _: list[str]) -> int:
     import torch
 
-    from collage_fx.tools.audit import audit
-
     with clock(f"collage-fx: measuring {options.optimizer} (about half a minute)"):
-        found = audit(
+        found = collage_fx.audit(
             _maker(options),
             shapes=_shapes(options),
             dtype=getattr(torch, options.dtype),
@@ -463,7 +460,7 @@ def _add_checkup_options(parser: argparse.ArgumentParser) -> None:
 
 def _checkup(options: argparse.Namespace, _: list[str]) -> int:
     from collage_fx.errors import CheckpointMismatchError
-    from collage_fx.tools.checkup import checkup
+    from collage_tools.checkup import checkup
 
     try:
         with clock(f"collage-fx: reading {options.path}"):

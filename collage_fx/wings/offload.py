@@ -31,7 +31,10 @@ from torch.optim import Optimizer
 from typing_extensions import Unpack
 
 from collage_fx.errors import UnsupportedOptimizerError, UnsupportedTensorError
-from collage_fx.gradient_release import (
+from collage_fx.install import InstallOptions, install, kept_backend, remove_release
+from collage_fx.state import hand_over, host_twin, parameter_names, set_host_twin, uploading
+from collage_fx.torch_compat import gradient_dtype, sharding_of
+from collage_fx.wings.gradient_release import (
     Clip,
     CommonValues,
     GradientRelease,
@@ -40,9 +43,6 @@ from collage_fx.gradient_release import (
     refuse_options,
     sole_optimizer,
 )
-from collage_fx.install import InstallOptions, install, kept_backend, remove_release
-from collage_fx.state import hand_over, host_twin, parameter_names, set_host_twin, uploading
-from collage_fx.torch_compat import gradient_dtype, sharding_of
 
 
 def offload(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from collage_fx.torch_compat.sass import CARDS, busiest, by_pipe, full_block
+from collage_tools.gpu_code.sass import CARDS, busiest, by_pipe, full_block
 
 
 def sass(*lines: str) -> str:

@@ -18,12 +18,20 @@ from collage_fx.choices import Strategy
 from collage_fx.metrics import Metrics, UpdateQuality
 from collage_fx.numerics import ERROR_FORMATS
 from collage_fx.pipeline import Stage
-from collage_fx.report.graphs import GraphReport
-from collage_fx.report.mathml import recurrence_mathml
-from collage_fx.report.pictures import Picture, pass_color
-from collage_fx.report.svg import svg
-from collage_fx.report.tables import BUDGET_CAPTION, budget_table, plainly, summary_line
-from collage_fx.report.tensors import TensorReport, Treatment, bytes_per_parameter, treatments
+from collage_fx.report import (
+    BUDGET_CAPTION,
+    GraphReport,
+    TensorReport,
+    Treatment,
+    budget_table,
+    bytes_per_parameter,
+    plainly,
+    summary_line,
+    treatments,
+)
+from collage_tools.pages.mathml import recurrence_mathml
+from collage_tools.pages.pictures import Picture, pass_color
+from collage_tools.pages.svg import svg
 
 STYLE = """
 body { font: 15px/1.45 system-ui, sans-serif; color: #1a1a1a; margin: 1.5rem auto; max-width: 1500px;

@@ -1,0 +1,18 @@
+"""Reports as pages, pictures and plots."""
+
+from collage_tools.pages.page import html_document, html_page, html_table
+from collage_tools.pages.pictures import Picture, picture, whole_graph
+from collage_tools.pages.plots import plot
+from collage_tools.pages.svg import histogram, svg
+
+__all__ = [
+    "Picture",
+    "histogram",
+    "html_document",
+    "html_page",
+    "html_table",
+    "picture",
+    "plot",
+    "svg",
+    "whole_graph",
+]
