@@ -130,10 +130,15 @@ def _in_map_rounded_once(value: Tensor, signed: bool) -> Tensor:
     return in_map(value.to(torch.float64), signed).to(torch.float32)
 
 
-def block_code(root: Tensor, byte: Tensor, phases: Tensor, bits: int, signed: bool) -> Tensor:
-    """Return the integer of a float32 number in a block whose scale has this byte: :func:`code_of_number`."""
+def block_code(
+    root: Tensor, byte: Tensor, phases: Tensor, bits: int, signed: bool, by_fma: bool = False
+) -> Tensor:
+    """Return the integer of a float32 number in a block whose scale has this byte.
+
+    It is :func:`code_of_number`, with ``by_fma`` computed by :func:`code_of_number_by_fma`.
+    """
     units, most = units_of_block(byte, bits, signed), most_of_block(byte, bits, signed)
-    return code_of_number(root, units, most, phases, bits, signed)
+    return (code_of_number_by_fma if by_fma else code_of_number)(root, units, most, phases, bits, signed)
 
 
 def code_of_number(
