@@ -361,7 +361,7 @@ class _Conversion(NamedTuple):
     has_gradients: bool
 
 
-#: This thread's conversion.
+#: Conversion that the thread is in.
 _conversion: ContextVar[_Conversion] = ContextVar("_conversion")
 
 
