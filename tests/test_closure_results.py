@@ -17,8 +17,9 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from collage_fx import install
-from tests.support.training import compiled, parameters
+from collage_fx import install, offload, step_in_backward
+from collage_fx.errors import UnsupportedOptimizerError
+from tests.support.training import compiled, differences, everything, parameters
 from tests.support.written_classes import gradients, relative_error, written_class
 
 STEPS = 4
@@ -175,3 +176,27 @@ def faults(case: Case) -> Iterator[str]:
 @pytest.mark.parametrize("seed", range(12))
 def test_drawn_steps_and_closures(seed: int) -> None:
     assert not list(faults(drawn(seed)))
+
+
+class UsesTheLoss(Optimizer):
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {})
+
+    def step(self, closure: Any = None) -> Any:
+        with torch.enable_grad():
+            loss = closure()
+        with torch.no_grad():
+            for p in self.param_groups[0]["params"]:
+                p.add_(p.grad, alpha=-float(loss))
+        return loss
+
+
+@pytest.mark.parametrize("release", [step_in_backward, lambda _, optimizer: offload(optimizer)])
+def test_a_step_that_uses_the_loss_is_not_taken_in_the_backward_pass(release: Callable[..., Any]) -> None:
+    """It is refused before anything has changed; the remedy, install(), is what the tests above do."""
+    model = torch.nn.Linear(8, 8).bfloat16()
+    optimizer = UsesTheLoss(model.parameters())
+    before = everything(optimizer)
+    with pytest.raises(UnsupportedOptimizerError, match=r"without a closure(.|\n)*install\(optimizer\)"):
+        release(model, optimizer)
+    assert differences(before, everything(optimizer)) == []

@@ -410,7 +410,7 @@ class _Conversion(NamedTuple):
     has_gradients: bool
 
 
-#: Conversion in this thread.
+#: Conversion that the thread is in.
 _conversion: ContextVar[_Conversion] = ContextVar("_conversion")
 
 

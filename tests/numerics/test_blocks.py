@@ -12,6 +12,7 @@ from torch._inductor import config
 from torch.overrides import TorchFunctionMode
 
 import collage_fx.graph.operators  # noqa: F401  # which has the lowerings
+import collage_fx.numerics.blocks as blocks
 from collage_fx.numerics import BLOCK, BLOCK_CODES, BLOCK_SCALES, BLOCK_VALUES, CODES
 from collage_fx.numerics.blocks import LARGEST, block_code, block_scale
 from collage_fx.numerics.dither import phase, phases
@@ -204,6 +205,19 @@ def test_the_code_by_fma_has_the_same_bits(bits: int, signed: bool, error: float
         expected = block_code(*given)
         with ApproximateRoots(error):
             assert torch.equal(block_code(*given, by_fma=True), expected)
+
+
+@pytest.mark.parametrize("by_fma", [False, True])
+def test_a_device_without_exact_roots_gets_the_other_way(
+    by_fma: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Both ways have the same bits, so only calls tell which of them is taken."""
+    called = []
+    for name in ("code_of_number", "code_of_number_by_fma"):
+        monkeypatch.setattr(blocks, name, lambda *_, name=name: called.append(name))
+    byte, zero = torch.tensor(128, dtype=torch.uint8), torch.zeros(1)
+    block_code(zero, byte, zero.to(torch.int32), 8, signed=True, by_fma=by_fma)
+    assert called == ["code_of_number_by_fma" if by_fma else "code_of_number"]
 
 
 @each_kind
