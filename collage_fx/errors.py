@@ -18,8 +18,8 @@ from __future__ import annotations
 import traceback
 import warnings
 from typing import Any
-from weakref import WeakKeyDictionary
 
+from collage_fx import records
 from collage_fx.torch_compat import Refused
 
 
@@ -379,11 +379,11 @@ def raise_or_warn(about: Any, refusal: CollageError, *, strict: bool) -> None:
     """
     if strict:
         raise refusal
-    warned = _warned.setdefault(about, set())
+    warned = records.of(about, _Warned)
     if str(refusal) not in warned:
         warned.add(str(refusal))
         warn(refusal)
 
 
-#: Texts of warnings already given, by optimizer or function.
-_warned: WeakKeyDictionary[Any, set[str]] = WeakKeyDictionary()
+class _Warned(set[str]):
+    """Texts of warnings already given about an optimizer or function: a part of its record."""

@@ -77,6 +77,7 @@ WRAPPERS = {
     "torch.distributed.optim.zero_redundancy_optimizer.ZeroRedundancyOptimizer": "optim",
     "torch.distributed.optim.post_localSGD_optimizer.PostLocalSGDOptimizer": "optim",
     "accelerate.optimizer.AcceleratedOptimizer": "optimizer",
+    "lightning.fabric.wrappers._FabricOptimizer": "optimizer",
     "lightning.pytorch.core.optimizer.LightningOptimizer": "optimizer",
     "pytorch_lightning.core.optimizer.LightningOptimizer": "optimizer",
     "torchtitan.components.optimizer.OptimizersContainer": "optimizers",
@@ -148,8 +149,21 @@ def install(
         _refuse_without_step(each)
         refuse_devices(each)
     for each in stepped:
+        before = each.step
         _install(each, chosen if is_asked else _renewed(each) or chosen)
+        if each is not optimizer:
+            _rebind(vars(optimizer), before, each.step)
     return optimizer
+
+
+def _rebind(attributes: dict[str, Any], before: Any, now: Any) -> None:
+    """Replace a step that a wrapper has kept, as an attribute or in a function of its own."""
+    for name, value in attributes.items():
+        if value == before:
+            attributes[name] = now
+        for cell in getattr(value, "__closure__", None) or ():
+            if cell.cell_contents == before:
+                cell.cell_contents = now
 
 
 def _renewed(optimizer: Optimizer) -> CollageBackend | None:

@@ -72,7 +72,7 @@ def test_repr_says_the_options() -> None:
     assert repr(CollageBackend(strategy="light", error_format="fp32")) == (
         "CollageBackend(strategy='light', error_format='fp32', arithmetic='wide', metrics=False, "
         "metrics_every=1, strict=True, mode=None, rounding='dither', state=None, "
-        "bytes_per_parameter=None, changes='summed', track_changes=False)"
+        "bytes_per_parameter=None, changes='summed')"
     )
 
 

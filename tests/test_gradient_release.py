@@ -13,11 +13,11 @@ from typing import Any, ClassVar
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.optim import Optimizer
 
 import collage_fx
-from collage_fx import CollageError, full_value, install, step_in_backward
+from collage_fx import CollageError, full_value, install, offload, step_in_backward
 from collage_fx.errors import GradientReleaseError, InvalidOptionError, UnsupportedOptimizerError
 from collage_fx.graph import StepProgram
 from collage_fx.pipeline import Pass, inserted
@@ -600,36 +600,48 @@ def test_shards_of_a_step_that_does_not_consist_of_rows(two_processes: Processes
         assert "cannot be stepped for some parameters at a time if they are DTensors" in said
 
 
-def replicated(released: bool) -> Left:
-    of = nn.parallel.DistributedDataParallel(model())
-    optimizer = install(adamw(of.parameters()))
-    if released:
+def release(how: str, of: nn.Module, optimizer: Optimizer) -> None:
+    """Step in the backward pass, offload, or neither."""
+    if how == "in backward":
         step_in_backward(of, optimizer)
+    elif how == "offload":
+        offload(optimizer)
+
+
+def replicated(how: str, wrapped: str = "before") -> Left:
+    inner = model()
+    optimizer = install(adamw(inner.parameters()))
+    if wrapped == "after":
+        release(how, inner, optimizer)
+    of = nn.parallel.DistributedDataParallel(inner)
+    if wrapped == "before":
+        release(how, of, optimizer)
     for batch in batches(4, seed=torch.distributed.get_rank()):
         loss_of(of, batch).backward()
         optimizer.step()
         optimizer.zero_grad()
-    return left_by(of, optimizer)
+    return {f"weight {name}": p.detach().clone() for name, p in of.named_parameters()}
 
 
-def test_distributed_data_parallel(two_processes: Processes) -> None:
-    for one, other in zip(
-        two_processes.run(replicated, False), two_processes.run(replicated, True), strict=True
-    ):
-        assert_same(one, other)
+@pytest.mark.parametrize("wrapped", ["before", "after"])
+@pytest.mark.parametrize("how", ["in backward", "offload"])
+def test_distributed_data_parallel(two_processes: Processes, how: str, wrapped: str) -> None:
+    """Both processes have the weights of steps after the backward pass."""
+    found = [*two_processes.run(replicated, ""), *two_processes.run(replicated, how, wrapped)]
+    for each in found[1:]:
+        assert_same(found[0], each)
 
 
-def wrapped_too_late() -> str:
-    of = model()
-    step_in_backward(of, adamw(of.parameters()))
-    wrapped = nn.parallel.DistributedDataParallel(of)
+def flat(how: str) -> str:
+    of = FullyShardedDataParallel(model(), use_orig_params=True, device_id=torch.device("cpu"))
     try:
-        loss_of(wrapped, next(batches(1))).backward()
+        release(how, of, adamw(of.parameters()))
     except GradientReleaseError as error:
         return str(error)
     return ""
 
 
-def test_a_model_that_is_wrapped_afterwards(two_processes: Processes) -> None:
-    for said in two_processes.run(wrapped_too_late):
-        assert "after step_in_backward" in said
+@pytest.mark.parametrize("how", ["in backward", "offload"])
+def test_fsdp1_is_refused(two_processes: Processes, how: str) -> None:
+    for said in two_processes.run(flat, how):
+        assert "shard the model with fully_shard (FSDP2)" in said

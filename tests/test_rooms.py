@@ -27,18 +27,29 @@ TOOLS = ROOT.parent / "collage_tools"
 LAW: dict[str, set[str]] = {
     "choices": set(),
     "clock": set(),
-    "torch_compat": set(),
+    "records": set(),
+    "torch_compat": {"records"},
     "numerics": set(),
-    "errors": {"torch_compat"},
+    "errors": {"records", "torch_compat"},
     "graph": {"choices", "torch_compat", "numerics", "errors"},
     "passes": {"graph", "numerics"},
     "pipeline": {"choices", "passes", "graph", "errors"},
     "options": {"choices", "pipeline", "graph", "numerics", "errors"},
     "codegen": {"torch_compat", "numerics", "graph"},
-    "state": {"choices", "torch_compat", "numerics", "errors", "graph", "codegen"},
+    "state": {"choices", "records", "torch_compat", "numerics", "errors", "graph", "codegen"},
     "runtime": {"torch_compat", "numerics", "errors", "graph", "codegen", "state"},
     "metrics": {"torch_compat", "numerics", "errors", "graph", "state", "runtime"},
-    "capture": {"clock", "torch_compat", "numerics", "errors", "graph", "codegen", "state", "runtime"},
+    "capture": {
+        "clock",
+        "records",
+        "torch_compat",
+        "numerics",
+        "errors",
+        "graph",
+        "codegen",
+        "state",
+        "runtime",
+    },
     "lowering": {"choices", "torch_compat", "numerics", "errors", "graph", "codegen", "runtime"},
     "budgets": {"choices", "pipeline", "graph", "numerics", "errors"},
     "report": {"torch_compat", "numerics", "errors", "graph", "state", "metrics", "pipeline", "budgets"},
@@ -48,8 +59,8 @@ LAW["backend"] = {*LAW} - {"passes"}
 LAW["install"] = {*LAW} - {"passes"}
 LAW["wings.gradient_release"] = {*LAW} - {"passes"}
 LAW["wings.offload"] = {*LAW} - {"passes"}
-LAW["wings.weight_changes"] = {"choices", "torch_compat", "numerics", "errors", "graph", "codegen", "state"}
-LAW["wings.full_precision"] = {"torch_compat", "numerics", "errors", "graph", "state"}
+LAW["wings.weight_changes"] = {"choices", "records", "torch_compat", "errors", "codegen", "state"}
+LAW["wings.full_precision"] = {"records", "torch_compat", "numerics", "errors", "graph", "state"}
 LAW["optim"] = {room for room in LAW if not room.startswith(("passes", "wings."))}
 LAW["tools"] = LAW["optim"]
 LAW["integrations"] = LAW["tools"] - {"capture", "torch_compat"} | {"wings.gradient_release"}
@@ -484,6 +495,7 @@ ASSIGNED = {
     ("torch_compat/patch_steps.py", "setattr"): "a mark on the switch of OWN_STEPS",
     ("torch_compat/own_steps.py", "setattr"): "a mark on a function of ours",
     ("install.py", "cls.__init__"): "of a class that the user has asked to change",
+    ("install.py", "cell.cell_contents"): "of a wrapper's function that holds the step of before",
     ("wings/gradient_release.py", "p.grad"): "of small parameters of its own",
     ("wings/gradient_release.py", "parameter.grad"): "a gradient that has been used, as zero_grad() does",
     ("wings/offload.py", "parameter.grad"): "a gradient that has been copied, as zero_grad() does",
@@ -601,3 +613,77 @@ def test_every_patch_is_listed() -> None:
         ]
         assert not names or path.name.startswith("patch_"), f"{path} is no file for patches"
         assert set(names) <= {patch.name for patch in PATCHES}, path
+
+
+# What is known of the program's objects is in their records; a feature is a wing. -------------------------
+
+#: Tables of a process, and why they are no parts of a record: Note [Records] in ``records.py``.
+TABLES = {
+    ("records.py", "_PARTS"): "the records",
+    ("state/error_terms.py", "_BY_OBJECT"): "error terms are found by tensor, and",
+    ("state/error_terms.py", "_BY_STORAGE"): "by a region of its memory",
+    ("capture/recorder.py", "_is_recording"): "of a thread: what runs now",
+    ("capture/watch.py", "_conversion"): "of a thread: what Dynamo converts now",
+    ("clock.py", "is_taken"): "of a thread: who shows how long something takes",
+    ("runtime/step.py", "STAND_INS"): "of a thread: what stands for absent gradients now",
+    ("torch_compat/inductor.py", "_generated"): "of a thread: code that Inductor writes now",
+    ("torch_compat/patch_numbers.py", "_within_power"): "of a thread: what Dynamo traces now",
+    ("torch_compat/patch_optimizers.py", "tracing_whole"): "of a thread: how Dynamo traces now",
+    ("torch_compat/patching.py", "_entered"): "of a thread: patches that it has entered",
+    ("torch_compat/patching.py", "_layers"): "what this package has replaced in torch",
+    ("torch_compat/patch_conversions.py", "_given"): "code objects, which are equal if they do the same",
+    ("lowering/kernels.py", "_made"): "compiled kernels by rule",
+    ("optim/__init__.py", "_made"): "classes by class",
+    ("state/checkpoint.py", "_carried_along"): "who has something to say in files",
+    ("state/checkpoint.py", "_own_loads"): "a stack: classes' own methods that run, and",
+    ("state/checkpoint.py", "_own_saves"): "likewise",
+    ("state/checkpoint.py", "_reducers"): "what copyreg had for a class",
+}
+
+#: Pattern of a feature's word -> in how many files it stood, and stands. The number only falls; a feature is
+#: to stand in its own files and three doors.
+FEATURES = {
+    r"offload": (4,),
+    r"in_backward|gradient_release|GradientRelease": (9,),
+    r"full_precision": (2,),
+    r"track_changes|changed_weights|[Cc]hanges\b|bitmap": (31, 18),
+    r"[Mm]etric|measured": (22,),
+    r"[Dd]ither|phase": (27,),
+    r"[Rr]ecord(ed|ing|er)\b": (23,),
+    r"\bmember": (17,),
+    r"[Pp]acked|pack_state": (31,),
+    r"DTensor": (6,),
+}
+
+
+def _tables(path: Path) -> Iterator[str]:
+    """Yield the names of weak tables, context variables and empty containers that a process has."""
+    body = _tree(path).body
+    for node in [*body, *(each for kind in body if isinstance(kind, ast.ClassDef) for each in kind.body)]:
+        target = node.targets[0] if isinstance(node, ast.Assign) else getattr(node, "target", None)
+        value = getattr(node, "value", None)
+        text = "" if value is None else ast.unparse(value)
+        is_weak = isinstance(value, ast.Call) and re.search(r"\b(Weak\w+|ContextVar|defaultdict)\b", text)
+        if isinstance(target, ast.Name) and (is_weak or text in ("{}", "[]")):
+            yield target.id
+
+
+def test_what_belongs_to_an_object_is_in_its_record() -> None:
+    own = (path for path in _all_files() if not {"examples", "passes"} & {*path.parts})
+    found = {(_inside(path), name) for path in own for name in _tables(path)}
+    assert found - {("capture/closures.py", "names")} == {*TABLES}  # an attribute's value that nobody writes
+
+
+@functools.cache
+def _code(path: Path) -> str:
+    """Return a file without docstrings and comments."""
+    return re.sub(r'(?s)""".*?"""', "", re.sub(r"#.*", "", path.read_text(encoding="utf-8")))
+
+
+@pytest.mark.parametrize("word", FEATURES)
+def test_a_feature_does_not_go_through_the_house(word: str) -> None:
+    own = [path for path in _files() if "examples" not in path.relative_to(ROOT).parts]
+    files = sorted(str(path.relative_to(ROOT)) for path in own if re.search(word, _code(path)))
+    counts = FEATURES[word]
+    assert list(counts) == sorted(set(counts), reverse=True), "the number only falls"
+    assert len(files) == counts[-1], f"type {len(files)} into FEATURES if that is less: {files}"

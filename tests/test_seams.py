@@ -345,3 +345,72 @@ def test_copies_of_offloaded_optimizers_are_refused_with_a_way_out(how: Callable
     copied = install(adamw(other.parameters()))
     copied.load_state_dict(copy.deepcopy(optimizer.state_dict()))
     assert_same_step(of, optimizer, other, copied)
+
+
+# Wrappers that hold an older step, or an optimizer (S8, S24). ----------------------------------------------
+
+
+def error_of(of: nn.Module) -> float:
+    """Return how far whole weights are from those of float64 steps, over what these have moved."""
+    exact = network().double()
+    optimizer = adamw(exact.parameters())
+    begun, steps = [p.detach().clone() for p in exact.parameters()], 20
+    for step in range(steps):
+        set_gradients(exact, step)
+        optimizer.step()
+    pairs = zip(exact.parameters(), of.parameters(), strict=True)
+    off = sum(float((p.detach() - full_value(q).double()).square().sum()) for p, q in pairs)
+    moved = sum(
+        float((p.detach() - q).square().sum()) for p, q in zip(exact.parameters(), begun, strict=True)
+    )
+    return (off / moved) ** 0.5
+
+
+def set_gradients(of: nn.Module, seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    for p in of.parameters():
+        p.grad = torch.randn(p.shape, generator=generator).bfloat16().to(p.dtype)
+
+
+def held_step(optimizer: Optimizer) -> Callable[[], object]:
+    step = optimizer.step
+    install(optimizer)
+    return step
+
+
+def accelerated(optimizer: Optimizer) -> Callable[[], object]:
+    accelerate = pytest.importorskip("accelerate", reason="pip install accelerate (the extra 'dev')")
+    accelerate.Accelerator(cpu=True)
+    wrapper = accelerate.optimizer.AcceleratedOptimizer(
+        optimizer, device_placement=False, scaler=torch.amp.GradScaler("cpu", enabled=False)
+    )
+    install(wrapper)
+    return lambda: wrapper.step()
+
+
+@pytest.mark.parametrize("wrap", [held_step, accelerated])
+def test_a_wrapper_that_holds_the_step_of_before(wrap: Callable[[Optimizer], Callable[[], object]]) -> None:
+    of = network()
+    step = wrap(adamw(of.parameters()))
+    for seed in range(20):
+        set_gradients(of, seed)
+        step()
+    assert error_of(of) < 0.01
+
+
+def test_fabrics_optimizer_saves_and_loads_error_terms() -> None:
+    fabric = pytest.importorskip("lightning.fabric", reason="pip install lightning (the extra 'dev')")
+    saved = None
+    for steps in (range(10), range(10, 20)):
+        launched = fabric.Fabric(accelerator="cpu", devices=1)
+        of = network()
+        _, optimizer = launched.setup(of, adamw(of.parameters()))
+        install(optimizer)
+        if saved is not None:
+            of.load_state_dict(saved[0])
+            optimizer.load_state_dict(saved[1])
+        for seed in steps:
+            set_gradients(of, seed)
+            optimizer.step()
+        saved = copy.deepcopy((of.state_dict(), optimizer.state_dict()))
+    assert error_of(of) < 0.01

@@ -178,6 +178,26 @@ def test_nothing_but_an_empty_parameter() -> None:
     assert race.compilations == 1
 
 
+class Normed(Optimizer):
+    """Step along an average of gradients, divided by the root of one of their squares over all elements."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for p in self.param_groups[0]["params"]:
+            state, g = self.state[p], p.grad
+            if not state:
+                state["v"], state["w"] = torch.zeros_like(torch.sum(p)), torch.zeros_like(torch.mean(p))
+            state["v"].mul_(0.9).add_(torch.sum(g * g), alpha=0.1)
+            state["w"].mul_(0.9).add_(torch.mean(g * g), alpha=0.1)
+            p.sub_(g / (state["v"] + state["w"]).sqrt().add_(1e-8), alpha=2.0**-14)
+
+
+def test_sums_over_a_parameter_of_one_number() -> None:
+    race = Race(parameters(shapes=[(), (7,)]), lambda params: Normed(params, {}))
+    race.run(20)
+    race.assert_compensated()
+
+
 class Tied(torch.nn.Module):
     def __init__(self) -> None:
         super().__init__()

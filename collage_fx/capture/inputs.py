@@ -10,18 +10,23 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.fx import GraphModule, Node
-from torch.utils.weak import WeakTensorKeyDictionary
 
+from collage_fx import records
 from collage_fx.graph import InputInfo, Role
 from collage_fx.state import KnownTensor
-from collage_fx.torch_compat import aot_input_of, sharding_of, symbol_source
+from collage_fx.torch_compat import aot_input_of, has_storage, sharding_of, storage_of, symbol_source
 
-#: Low-precision tensors that the step being recorded has made, and may pass from one graph to the next.
-made_in_step = WeakTensorKeyDictionary()
-#: State that parameters got in the step being recorded.
-born_in_step = WeakTensorKeyDictionary()
-#: Tensors that the step being recorded has written before it calls its closure.
-spanning_closure = WeakTensorKeyDictionary()
+
+class MadeInStep:
+    """Part of a low-precision tensor that the step being recorded has made, and may pass to another graph."""
+
+
+class BornInStep:
+    """Part of state that a parameter got in the step being recorded."""
+
+
+class SpanningClosure:
+    """Part of a tensor that the step being recorded has written before it calls its closure."""
 
 
 def describe_inputs(
@@ -73,15 +78,14 @@ def describe_input(value: Any, fallback: str, known: Mapping[int, KnownTensor], 
         return _describe_number(fallback, value)
     pieces = sharding_of(value)
     cut_from = value.numel() if pieces is not None and pieces.is_cut else 0
-    is_made = value in made_in_step
+    is_made = records.has(value, MadeInStep)
     facts: dict[str, Any] = {
         "cut_from": cut_from,
-        "spans_closure": value in spanning_closure,
+        "spans_closure": records.has(value, SpanningClosure),
         "is_made": is_made,
     }
-    if id(value) in known:
-        entry = known[id(value)]
-        is_born = value in born_in_step
+    if (entry := known.get(id(value)) or (None if is_made else _gradient_around(value, known))) is not None:
+        is_born = records.has(value, BornInStep)
         role = Role.CARRIED if is_born and is_made else entry.role
         return InputInfo(entry.name, entry.symbol, role, value, bound, **facts, is_born=is_born)
     name = re.sub(r"^L_+|_+$", "", fallback, flags=re.IGNORECASE)
@@ -90,6 +94,13 @@ def describe_input(value: Any, fallback: str, known: Mapping[int, KnownTensor], 
     else:
         role = Role.CARRIED if is_made else Role.STATE
     return InputInfo(name, _symbol(name), role, value, bound, **facts)
+
+
+def _gradient_around(value: Tensor, known: Mapping[int, KnownTensor]) -> KnownTensor | None:
+    """Return the gradient in whose memory a tensor lies, such as its ``data`` or a buffer of gradients."""
+    held = (each for each in known.values() if each.role is Role.GRADIENT and has_storage(each.tensor))
+    storage = storage_of(value) if has_storage(value) else None
+    return next((each for each in held if storage_of(each.tensor) == storage), None)
 
 
 def _symbol(name: str) -> str:

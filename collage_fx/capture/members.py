@@ -27,19 +27,19 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from collage_fx import records
 from collage_fx.state import has_state, parameter_names
 from collage_fx.torch_compat import gradient_dtype, local_tensor, original_class
 
 
 @dataclass
 class _Members:
-    """Gradients that the compilations of an optimizer's step have met.
+    """Gradients that the compilations of an optimizer's step have met: a part of its record.
 
     Attributes:
         present: ``id`` of each parameter -> whether it had a gradient in the last compilation.
@@ -56,12 +56,9 @@ class _Members:
     standing_in: list[Tensor] = field(default_factory=list)
 
 
-_members: WeakKeyDictionary[Optimizer, _Members] = WeakKeyDictionary()
-
-
 def note_gradients(optimizer: Optimizer) -> None:
     """Note which parameters have a gradient, when a compilation of the optimizer's step begins."""
-    members = _members.setdefault(optimizer, _Members())
+    members = records.of(optimizer, _Members)
     present = {id(p): p.grad is not None for _, p in parameter_names(optimizer)}
     if any(members.present.get(p, is_there) != is_there for p, is_there in present.items()):
         members.changes += 1
@@ -71,25 +68,25 @@ def note_gradients(optimizer: Optimizer) -> None:
 
 def all_come_and_go(optimizer: Optimizer) -> None:
     """Note that some parameters have a gradient, at any time others: all are members from the start."""
-    _members.setdefault(optimizer, _Members()).changes = 2
+    records.of(optimizer, _Members).changes = 2
 
 
 def members_come_and_go(optimizer: Optimizer) -> bool:
     """Return whether an optimizer's step is compiled for all members."""
-    members = _members.get(optimizer)
-    return members is not None and members.is_understood and members.changes > 0
+    members = records.of(optimizer, _Members)
+    return members.is_understood and members.changes > 0
 
 
 def has_stand_ins(optimizer: Optimizer) -> bool:
     """Return whether parameters of the optimizer have placeholder gradients now."""
-    return optimizer in _members and bool(_members[optimizer].standing_in)
+    return bool(records.of(optimizer, _Members).standing_in)
 
 
 def add_stand_ins(optimizer: Optimizer) -> None:
     """Give each member without a gradient a placeholder, until :func:`remove_stand_ins`."""
     if not members_come_and_go(optimizer):
         return
-    members = _members[optimizer]
+    members = records.of(optimizer, _Members)
     for _, p in parameter_names(optimizer):
         is_known = id(p) in members.known or has_state(optimizer, p)
         if p.grad is None and (is_known or (p.requires_grad and members.changes > 1)):
@@ -114,16 +111,15 @@ def stand_in_for(parameter: Tensor, dtype: torch.dtype | None = None) -> Tensor:
 def remove_stand_ins(optimizers: Iterable[Optimizer]) -> None:
     """Remove all placeholder gradients of some optimizers."""
     for optimizer in optimizers:
-        if optimizer in _members:
-            for p in _members[optimizer].standing_in:
-                p.grad = None
-            _members[optimizer].standing_in.clear()
+        standing_in = records.of(optimizer, _Members).standing_in
+        for p in standing_in:
+            p.grad = None
+        standing_in.clear()
 
 
 def give_up_rows(optimizer: Optimizer) -> None:
     """Note that the optimizer's step does not consist of rows: each pattern of gradients is compiled."""
-    if (members := _members.get(optimizer)) is not None:
-        members.is_understood = False
+    records.of(optimizer, _Members).is_understood = False
 
 
 def _begin_momentum(optimizer: Optimizer) -> None:

@@ -3,14 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
-from weakref import WeakKeyDictionary
 
 from torch.optim import Optimizer
 
+from collage_fx import records
 from collage_fx.state import has_state
 
-_with_state: WeakKeyDictionary[Optimizer, tuple[Any, frozenset[int]]] = WeakKeyDictionary()
+
+@dataclass
+class _BeforeTrace:
+    """State that an optimizer had before it was last traced: a part of its record.
+
+    Attributes:
+        trace: what tells this trace from others.
+        known: ``id`` of each key that had state.
+    """
+
+    trace: Any
+    known: frozenset[int]
 
 
 def remember_state(optimizer: Optimizer, trace: Any) -> None:
@@ -18,15 +30,15 @@ def remember_state(optimizer: Optimizer, trace: Any) -> None:
 
     Dynamo lets the optimizers of torch.optim initialise their state (zeros) while it traces them.
     """
-    if optimizer not in _with_state or _with_state[optimizer][0] != trace:
-        _with_state[optimizer] = trace, frozenset(map(id, _keys_with_state(optimizer)))
+    before = records.find(optimizer, _BeforeTrace)
+    if before is None or before.trace != trace:
+        records.put(optimizer, _BeforeTrace(trace, frozenset(map(id, _keys_with_state(optimizer)))))
 
 
 def forget_new_state(optimizer: Optimizer) -> None:
     """Remove the state of a refused step: state that was initialised since :func:`remember_state`."""
-    if optimizer in _with_state:
-        _, known = _with_state[optimizer]
-        for key in [key for key in _keys_with_state(optimizer) if id(key) not in known]:
+    if (before := records.find(optimizer, _BeforeTrace)) is not None:
+        for key in [key for key in _keys_with_state(optimizer) if id(key) not in before.known]:
             del optimizer.state[key]
 
 

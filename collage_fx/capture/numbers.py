@@ -5,7 +5,8 @@ Note [Numbers that change]
 A learning rate that a scheduler sets and a step counter in ``optimizer.state`` are Python numbers. Dynamo
 makes such a number a constant of the graph at first, and a symbol when it sees the number change. A number
 that is known to be scheduled is a symbol from the first graph on, which is then the only graph
-(:func:`scheduled_numbers`).
+(:func:`scheduled_numbers`). So is a number that has changed according to a checkpoint, which tells where in
+the groups such numbers are: from a constant, other state might get error terms than in the interrupted run.
 
 AOTAutograd then replaces the operations on a symbolic float by operations on a 0-d float64 tensor, so that
 the compiled code takes the number as an input. It can do so only for operators such as
@@ -15,7 +16,8 @@ time it changes: SGD with a scheduler on a float ``lr`` was compiled once a step
 
 So wherever a symbolic float meets an operator, the operator is decomposed, while AOTAutograd traces it, into
 the multiplications and additions that it stands for (:func:`decompositions`). Graphs without symbolic floats
-are not touched.
+are not touched, except for ``lerp``: torch has another formula for weights from 1/2 on, so that a weight that
+changes would choose between two, and a sum behind a choice is not known to be one. Here all have the first.
 
 ``math.pow(beta, step)``, the usual bias correction, fails one stage earlier: Dynamo itself makes the
 arguments of ``math`` functions constants. A Python spelling that Dynamo can trace is ``float(beta) **
@@ -28,11 +30,13 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from numbers import Integral, Real
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch.optim import Optimizer
 
 from collage_fx.graph import OPERATORS, composite_of, facts_of, foreach_calls, foreach_name, foreach_rule
+from collage_fx.state import carry_along
 from collage_fx.torch_compat import Place, functional_decompositions, pytree, schema_of
 
 Decomposition = Callable[..., Any]
@@ -44,6 +48,8 @@ def scheduled_numbers(optimizer: Optimizer) -> Iterator[Place]:
     A scheduler of torch.optim leaves ``initial_lr`` in the groups, and ``base_momentum`` if it cycles the
     momentum too. A program with a schedule of its own has set a learning rate that is not the default.
     """
+    _first.setdefault(optimizer, _numbers_of(optimizer))
+    yield from _changed.get(optimizer, ())
     for i, group in enumerate(optimizer.param_groups):
         lr = group.get("lr")
         if (
@@ -56,6 +62,27 @@ def scheduled_numbers(optimizer: Optimizer) -> Iterator[Place]:
             yield from ((i, "momentum"), (i, "betas", 0))
 
 
+def _numbers_of(optimizer: Optimizer) -> dict[Place, float]:
+    """Return the numbers in an optimizer's groups but learning rates, for which a schedule can be told."""
+    items = ((i, item) for i, group in enumerate(optimizer.param_groups) for item in group.items())
+    return {(i, key): value for i, (key, value) in items if isinstance(value, (int, float)) and key != "lr"}
+
+
+def _changed_numbers(optimizer: Optimizer) -> list[Place] | None:
+    """Return where numbers have changed since an optimizer's step was first traced; None for nowhere."""
+    first, now = _first.get(optimizer, {}), _numbers_of(optimizer)
+    changed = {place for place, number in first.items() if now.get(place) != number}
+    return sorted({*changed, *_changed.get(optimizer, ())}) or None
+
+
+#: The numbers in an optimizer's groups when its step was first traced.
+_first: WeakKeyDictionary[Optimizer, dict[Place, float]] = WeakKeyDictionary()
+#: Where numbers have changed according to what an optimizer has loaded.
+_changed: WeakKeyDictionary[Optimizer, list[Place]] = WeakKeyDictionary()
+
+carry_along("collage_fx.changed", _changed_numbers, _changed.__setitem__)
+
+
 def decompositions() -> dict[Any, Decomposition]:
     """Return Inductor's decompositions, extended by ours for operators that are given a symbolic float."""
     table = functional_decompositions()
@@ -63,7 +90,9 @@ def decompositions() -> dict[Any, Decomposition]:
         facts, of_element = facts_of(overload), foreach_rule(foreach_name(overload))
         rule = facts.with_number or (of_element and partial(_each, of_element))
         if rule is not None or facts.composite is not None:
-            table[overload] = _where_symbolic(overload, rule, table.get(overload))
+            is_lerp = overload.overloadpacket is torch.ops.aten.lerp
+            otherwise = facts.composite if is_lerp else table.get(overload)
+            table[overload] = _where_symbolic(overload, rule, otherwise)
     return table
 
 

@@ -37,10 +37,11 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 from torch.fx.node import map_aggregate
-from torch.utils.weak import TensorWeakRef, WeakTensorKeyDictionary
+from torch.utils.weak import TensorWeakRef
 
+from collage_fx import records
 from collage_fx.capture.compiled import Compiled, CompileGraph, compiled_for
-from collage_fx.capture.inputs import made_in_step
+from collage_fx.capture.inputs import MadeInStep
 from collage_fx.capture.segment import (
     Deferred,
     Operation,
@@ -118,7 +119,7 @@ class Recorder(TorchDispatchMode):
         self._compiled: dict[Any, list[Compiled]] = {}
         self._at_once: set[Signature] = set()
         self._predicted: dict[Any, tuple[tuple[Any, ...], bool]] = {}
-        self._noted: list[tuple[WeakTensorKeyDictionary, TensorWeakRef]] = []
+        self._noted: list[tuple[type, TensorWeakRef]] = []
         self._entered: list[Token[bool]] = []
 
     def finish(self, *, successfully: bool) -> None:
@@ -134,9 +135,9 @@ class Recorder(TorchDispatchMode):
             self._steps += 1
             self._segment = Segment()
             self._viewed.clear()
-            for table, reference in self._noted:
+            for kind, reference in self._noted:
                 if (tensor := reference()) is not None:
-                    table.pop(tensor, None)
+                    records.drop(tensor, kind)
             self._noted.clear()
 
     @classmethod
@@ -220,7 +221,7 @@ class Recorder(TorchDispatchMode):
         result = signature.operator(*args, **kwargs)
         is_new = signature.results == (("new", ""),) and isinstance(result, Tensor)
         if self._steps and is_new and is_low_precision(result.dtype):
-            self.note(made_in_step, result)  # not in a first step, which makes lasting state
+            self.note(MadeInStep, result)  # not in a first step, which makes lasting state
         return result
 
     def _execute_now(self, signature: Signature, args: Any, kwargs: dict[str, Any]) -> Any:
@@ -473,7 +474,7 @@ class Recorder(TorchDispatchMode):
             result = segment.values[value].tensor
             self._become(result, Spec.of(result).empty())
             if is_low_precision(result.dtype):
-                self.note(made_in_step, real(result))
+                self.note(MadeInStep, real(result))
         function = RecordedFunction(segment, operations, kept, self._kind_of)
         key = (function.form, function.shapes, *function.sizes)
         if key not in self._compiled and self._first_met.setdefault(function.form, self._steps) < self._steps:
@@ -500,10 +501,10 @@ class Recorder(TorchDispatchMode):
         self._numbers |= dict.fromkeys((of_these_sizes, of_any) if takes_sizes else (of_these_sizes,), now)
         return [i for i, number in enumerate(now) if number is None]
 
-    def note(self, table: WeakTensorKeyDictionary, tensor: Tensor) -> None:
-        """Put a tensor into a table, which threads share, until the step ends."""
-        table[tensor] = None
-        self._noted.append((table, TensorWeakRef(tensor)))
+    def note(self, kind: type, tensor: Tensor) -> None:
+        """Add a part, which threads share, to a tensor's record until the step ends."""
+        records.put(tensor, kind())
+        self._noted.append((kind, TensorWeakRef(tensor)))
 
 
 def is_recording() -> bool:

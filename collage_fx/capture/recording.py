@@ -6,9 +6,9 @@ import logging
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
 from types import CodeType
 from typing import Any, NamedTuple
-from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 from torch import Tensor
@@ -16,7 +16,8 @@ from torch.fx import GraphModule
 from torch.optim import Optimizer
 from torch.overrides import TorchFunctionMode
 
-from collage_fx.capture.inputs import born_in_step, made_in_step, spanning_closure
+from collage_fx import records
+from collage_fx.capture.inputs import BornInStep, MadeInStep, SpanningClosure
 from collage_fx.capture.new_state import forget_new_state, remember_state
 from collage_fx.capture.progress import show_progress
 from collage_fx.capture.recorder import Numbers, Recorder, is_recording
@@ -41,6 +42,7 @@ from collage_fx.state import (
 from collage_fx.torch_compat import (
     fused_operator,
     has_foreign_step,
+    has_storage,
     is_step_wrapper,
     reroute_step,
     run_unfused,
@@ -113,8 +115,19 @@ class RecordedPart(NamedTuple):
         return part
 
 
-#: Optimizers of which a step has been recorded.
-has_recorded_step: WeakSet[Optimizer] = WeakSet()
+@dataclass(eq=False)
+class Recorded:
+    """What is known of an optimizer's recorded steps: a part of its record.
+
+    Attributes:
+        has_recorded: whether a step has been recorded.
+        numbers: the numbers of its steps.
+        for_one_step: its recording for single steps, once there has been one.
+    """
+
+    has_recorded: bool = False
+    numbers: Numbers = field(default_factory=dict)
+    for_one_step: _Recording | None = None
 
 
 def stop_recording(optimizer: Optimizer) -> None:
@@ -153,33 +166,31 @@ def record(
         level: level of the log message.
         for_one_step: record only the next step, and compile nothing: it runs operation by operation.
     """
-    recording = _for_one_step.get(optimizer) if for_one_step else None
+    recording = records.of(optimizer, Recorded).for_one_step if for_one_step else None
     if recording is None:
         log.log(level, "%s: its steps are run by Python and recorded: %s", type(optimizer).__name__, reason)
         recording = _Recording(optimizer, request, reason, for_one_step=for_one_step)
     if for_one_step:
-        _for_one_step[optimizer] = recording
+        records.of(optimizer, Recorded).for_one_step = recording
     reroute_step(true_step(optimizer), _switched)
     vars(optimizer)[RECORDING] = recording
 
 
-#: Optimizer -> numbers of its recorded steps.
-_numbers: WeakKeyDictionary[Optimizer, Numbers] = WeakKeyDictionary()
-
-
 def _restore_numbers(optimizer: Optimizer, numbers: Numbers) -> None:
     """Go on with the numbers of a checkpoint, or of the original of a copy; drop code for other numbers."""
-    if numbers != _numbers.get(optimizer):
-        _numbers[optimizer] = {**numbers}
-        _for_one_step.pop(optimizer, None)
+    recorded = records.of(optimizer, Recorded)
+    if numbers != recorded.numbers:
+        recorded.numbers, recorded.for_one_step = {**numbers}, None
         if (recording := vars(optimizer).get(RECORDING)) is not None:
             record(optimizer, recording.request, recording.reason)
 
 
-carry_along("collage_fx.numbers", lambda optimizer: {**_numbers.get(optimizer, {})} or None, _restore_numbers)
+def _numbers_of(optimizer: Optimizer) -> Numbers | None:
+    """Return a copy of the numbers of an optimizer's recorded steps; None if there are none."""
+    return {**records.of(optimizer, Recorded).numbers} or None
 
-#: Recordings that are used for single steps.
-_for_one_step: WeakKeyDictionary[Optimizer, _Recording] = WeakKeyDictionary()
+
+carry_along("collage_fx.numbers", _numbers_of, _restore_numbers)
 
 
 def _switched(step: Callable[..., Any]) -> Callable[..., Any]:
@@ -308,9 +319,8 @@ class _Recording:
         self.is_for_one_step = for_one_step
         self._label = type(optimizer).__name__
         self.request = request
-        self._recorder = Recorder(
-            self._compiled, self._kind_of, self._original_of, self._known, _numbers.setdefault(optimizer, {})
-        )
+        numbers = records.of(optimizer, Recorded).numbers
+        self._recorder = Recorder(self._compiled, self._kind_of, self._original_of, self._known, numbers)
         self._optimizer = weakref.ref(optimizer)
         self._parameters: dict[int, Tensor] = {}
         self._roles: dict[int, str] = {}
@@ -357,7 +367,7 @@ class _Recording:
             for tensor in self._born:
                 note_new(tensor)
             note_held(optimizer)  # a step may have replaced state
-            has_recorded_step.add(optimizer)
+            records.of(optimizer, Recorded).has_recorded = True
         except BaseException:
             self._recorder.finish(successfully=False)
             forget_new_state(optimizer)
@@ -394,6 +404,8 @@ class _Recording:
             self._roles[id(parameter)] = "parameter"
             if parameter.grad is not None:
                 self._roles[id(parameter.grad)] = "gradient"
+                if has_storage(parameter.grad):
+                    self._roles[storage_of(parameter.grad)] = "gradient"  # of its data, or of all its buffer
 
     def outside(self, optimizer: Optimizer, *, had_gradients: bool) -> Callable[[Any], Any]:
         """Wrap an argument of ``step``: a closure runs unrecorded, with gradients as outside the step."""
@@ -439,19 +451,20 @@ class _Recording:
     def _kind_of(self, tensor: Tensor, is_written: bool) -> Any:
         """Return facts about a tensor that compiled code depends on; note its role in the step."""
         role = self._roles.get(id(tensor))
-        may_be_born = role is None and (is_written or tensor in made_in_step) and tensor not in born_in_step
+        is_made = records.has(tensor, MadeInStep)
+        may_be_born = role is None and (is_written or is_made) and not records.has(tensor, BornInStep)
         if may_be_born and self._is_new_state(tensor):
-            self._recorder.note(born_in_step, tensor)
+            self._recorder.note(BornInStep, tensor)
             self._born.append(tensor)
         # A parameter that is updated gets error terms if it has none.
         keeps_error = has_error_terms(tensor) or (role == "parameter" and is_written)
-        spans = role is None and self._calls_closure and (is_written or tensor in made_in_step)
+        spans = role is None and self._calls_closure and (is_written or is_made)
         if spans:
-            self._recorder.note(spanning_closure, tensor)
+            self._recorder.note(SpanningClosure, tensor)
         else:
-            spanning_closure.pop(tensor, None)
-        kind_of_new = spans, tensor in made_in_step, tensor in born_in_step
-        return role, kind_of_new, keeps_error
+            records.drop(tensor, SpanningClosure)
+        kind_of_new = spans, is_made, records.has(tensor, BornInStep)
+        return role or self._roles.get(storage_of(tensor)), kind_of_new, keeps_error
 
     def _compiled(self, module: GraphModule, arguments: Any) -> Callable[..., Any]:
         """Compile a component; warn if many steps in a row had to compile."""

@@ -55,14 +55,14 @@ from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from types import CodeType, FunctionType
-from typing import Any, ClassVar, cast
-from weakref import WeakKeyDictionary, WeakSet
+from typing import Any, cast
+from weakref import WeakSet
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
-from torch.utils.weak import WeakIdKeyDictionary, WeakTensorKeyDictionary
 
+from collage_fx import records
 from collage_fx.capture.members import (
     add_stand_ins,
     all_come_and_go,
@@ -77,10 +77,10 @@ from collage_fx.capture.numbers import scheduled_numbers
 from collage_fx.capture.progress import show_progress
 from collage_fx.capture.recorder import is_recording
 from collage_fx.capture.recording import (
+    Recorded,
     Request,
     beginning_here,
     branches_on_values,
-    has_recorded_step,
     is_recordable,
     is_recorded,
     is_switch,
@@ -144,7 +144,6 @@ from collage_fx.torch_compat import (
     is_being_stepped,
     is_class_traced,
     is_compiling_forbidden,
-    is_in_own_step,
     is_of_torch_optim,
     is_step_of,
     is_step_wrapper,
@@ -152,6 +151,7 @@ from collage_fx.torch_compat import (
     is_traced_whole,
     is_traced_without_wrapper,
     keep_sizes,
+    own_step,
     sharding_of,
     thinned_lists,
     trace_unfused,
@@ -175,12 +175,61 @@ SETTINGS = {
     "record_runtime_overhead": False,
 }
 
-#: Subject -> counts of compilations; by identity, since functions that do the same are equal as code.
-_compilations = WeakIdKeyDictionary()
-#: Compiler object of a call of ``torch.compile`` -> optimizers that its callable steps.
-_stepped = WeakIdKeyDictionary()
-#: Low-precision parameter that a differentiated graph reads -> whether it has been stepped eagerly.
-_read_forward = WeakTensorKeyDictionary()
+
+class _Compilations(Counter[Any]):
+    """Part of an optimizer or function: how often functions have been compiled for it.
+
+    Functions that do the same are equal as code; records are by identity.
+    """
+
+
+class _Stepped(WeakSet[Optimizer]):
+    """Part of the compiler object of a call of ``torch.compile``: optimizers that its callable steps."""
+
+
+@dataclass
+class _ReadForward:
+    """Part of a low-precision parameter that a differentiated graph reads.
+
+    Attributes:
+        is_stepped: whether it has been stepped eagerly.
+    """
+
+    is_stepped: bool = False
+
+
+@dataclass(eq=False)
+class _Asked:
+    """What has been asked for an optimizer's steps, and found of them: a part of its record.
+
+    Attributes:
+        requested: request for compensated steps.
+        calls_compiled: whether its step runs eagerly and calls compiled code.
+        checked: state of all records when it was found to have no parameters of another's compensated step.
+    """
+
+    requested: _Requested | None = None
+    calls_compiled: bool = False
+    checked: Any = None
+
+
+def _requested(optimizer: Optimizer | None) -> _Requested | None:
+    """Return the request for an optimizer's compensated steps."""
+    asked = None if optimizer is None else records.find(optimizer, _Asked)
+    return None if asked is None else asked.requested
+
+
+def _request(optimizer: Optimizer, requested: _Requested) -> _Requested:
+    """Request compensated steps of an optimizer, unless they are requested; return the request."""
+    asked = records.of(optimizer, _Asked)
+    asked.requested = asked.requested or requested
+    return asked.requested
+
+
+def _all_requested() -> list[tuple[Optimizer, _Requested]]:
+    """Return the optimizers whose compensated steps are requested."""
+    asked = records.all_of(_Asked)
+    return [(optimizer, each.requested) for optimizer, each in asked if each.requested is not None]
 
 
 def start_watch() -> None:
@@ -226,7 +275,7 @@ def note_forward(inputs: Iterable[Any]) -> None:
     """Note the parameters that a differentiated graph reads: eager steps of them are reported."""
     for each in inputs:
         if isinstance(each, torch.nn.Parameter) and each.requires_grad and is_low_precision(each.dtype):
-            _read_forward.setdefault(each, False)
+            records.of(each, _ReadForward)
 
 
 # -- Dynamo begins to trace through an optimizer
@@ -403,22 +452,22 @@ def _after_conversion(request: Request, compiler: Any, code: CodeType, variables
     for subject in _subjects(code, variables):
         if _is_at_limit(subject, code) and isinstance(subject, Optimizer) and is_recordable(subject):
             record(subject, request, _too_many(subject, code).met)
-        _compilations.setdefault(subject, Counter())[_compilation_key(subject, code)] += 1
+        records.of(subject, _Compilations)[_compilation_key(subject, code)] += 1
         if isinstance(subject, Optimizer):
-            _stepped.setdefault(compiler, WeakSet()).add(subject)
+            records.of(compiler, _Stepped).add(subject)
             note_held(subject)
 
 
 def _before_call(compiler: Any) -> None:
     """Check for replaced tensors of the optimizers that a compiled callable steps."""
-    for optimizer in _stepped.get(compiler, ()):
+    for optimizer in records.find(compiler, _Stepped) or ():
         if not is_recorded(optimizer):  # recorded steps check for themselves
             settle_replaced(optimizer)
 
 
 def _done(subject: Optimizer | CodeType, code: CodeType) -> int:
     """Return how often a function has been compiled for a subject."""
-    return int(_compilations.get(subject, Counter())[_compilation_key(subject, code)])
+    return records.of(subject, _Compilations)[_compilation_key(subject, code)]
 
 
 def _is_at_limit(subject: Optimizer | CodeType, code: CodeType) -> bool:
@@ -575,12 +624,10 @@ class _Requests:
     """Requests of a process.
 
     Attributes:
-        by_optimizer: requests for known optimizers.
         any_made: whether ``torch.compile`` has been given a backend of ours.
         newest_is_strict: whether the newest step that was compiled is strict.
     """
 
-    by_optimizer: ClassVar[WeakKeyDictionary[Optimizer, _Requested]] = WeakKeyDictionary()
     any_made = False
     newest_is_strict = False
 
@@ -590,7 +637,7 @@ def note_installed(optimizer: Optimizer, backend: Any) -> None:
     if (request := Request.of(backend, {})) is not None:
         _adopt(optimizer, strict=request.strict)
         _let_recordings_begin(optimizer)
-        _Requests.by_optimizer[optimizer] = _Requested(request)
+        records.of(optimizer, _Asked).requested = _Requested(request)
         _warn_of_wide_parameters(optimizer, backend)
 
 
@@ -601,21 +648,17 @@ def note_compiled_step(optimizer: Optimizer, request: Request) -> None:
     """
     _Requests.newest_is_strict = request.strict
     if calls_compiled_function(optimizer):
-        _calling_compiled.add(optimizer)
+        records.of(optimizer, _Asked).calls_compiled = True
         return
-    requested = _Requests.by_optimizer.setdefault(optimizer, _Requested(request))
+    requested = _request(optimizer, _Requested(request))
     requested.is_compiled = True
     if request.strict:
         requested.request = requested.request._replace(strict=True)
 
 
-#: Optimizers whose step runs eagerly and calls compiled code.
-_calling_compiled: WeakSet[Optimizer] = WeakSet()
-
-
 def forget_compiled_step(optimizer: Optimizer) -> None:
     """Forget that an optimizer's step was compiled: it may be stepped eagerly, or compiled, again."""
-    _Requests.by_optimizer.pop(optimizer, None)
+    records.of(optimizer, _Asked).requested = None
     stop_recording(optimizer)
 
 
@@ -623,8 +666,8 @@ def not_compiled_yet(backend: Any) -> list[str]:
     """Return the classes of optimizers of low precision with requested, uncompiled steps, for a backend."""
     return [
         type(optimizer).__name__
-        for optimizer, requested in list(_Requests.by_optimizer.items())
-        if not (requested.is_compiled or optimizer in has_recorded_step)
+        for optimizer, requested in _all_requested()
+        if not (requested.is_compiled or records.of(optimizer, Recorded).has_recorded)
         and requested.request.backend is backend
         and any(is_low_precision(parameter.dtype) for _, parameter in parameter_names(optimizer))
     ]
@@ -632,13 +675,13 @@ def not_compiled_yet(backend: Any) -> list[str]:
 
 def _strict_in_copies(optimizer: Optimizer) -> bool | None:
     """Return whether copies of an optimizer are strict; None if its step is not compiled."""
-    requested = _Requests.by_optimizer.get(optimizer)
+    requested = _requested(optimizer)
     return requested.request.strict if requested is not None and requested.is_compiled else None
 
 
 def _request_for_copy(optimizer: Optimizer, strict: bool) -> None:
     """Register a request for compensated steps of an optimizer's copy."""
-    _Requests.by_optimizer.setdefault(optimizer, _Requested(Request(None, {}, strict), is_compiled=True))
+    _request(optimizer, _Requested(Request(None, {}, strict), is_compiled=True))
 
 
 carry_along("strict", _strict_in_copies, _request_for_copy)
@@ -654,9 +697,9 @@ def _at_torch_compile(backend: Any, keywords: dict[str, Any], function: Any) -> 
     if request is None:
         return
     for optimizer in _optimizers_of(function):
-        if optimizer not in _Requests.by_optimizer:
+        if _requested(optimizer) is None:
             _warn_of_wide_parameters(optimizer, request.backend)
-        _Requests.by_optimizer.setdefault(optimizer, _Requested(request))
+        _request(optimizer, _Requested(request))
         _adopt(optimizer, strict=request.strict)
         _let_recordings_begin(optimizer)
 
@@ -716,7 +759,7 @@ def _check_eager_step(optimizer: Optimizer) -> None:
     """Record, check or report a step that is about to run eagerly."""
     if is_recording() or is_recorded(optimizer):
         return
-    requested = _Requests.by_optimizer.get(optimizer)
+    requested = _requested(optimizer)
     call = next(_eager_calls(optimizer, requested), None)
     if call is not None:
         _record_eager_step(optimizer, *call)
@@ -734,7 +777,9 @@ def _eager_calls(optimizer: Optimizer, requested: _Requested | None) -> Iterator
 
     The optimizer's step runs eagerly in them.
     """
-    if requested is not None and is_in_own_step(optimizer):
+    if (
+        requested is not None and own_step(optimizer) is not None
+    ):  # also where a wrapper holds the class's step
         yield true_step(optimizer), requested.request
     found = list(compiled_callables_on_the_stack()) if _Requests.any_made else []
     if is_compiling_forbidden():
@@ -818,38 +863,30 @@ def _check_step_of_another(optimizer: Optimizer) -> bool:
     Returns:
         whether there are such parameters.
     """
-    if optimizer in _calling_compiled or compiled_callables_within(true_step(optimizer)):
+    asked = records.of(optimizer, _Asked)
+    if asked.calls_compiled or compiled_callables_within(true_step(optimizer)):
         return False
-    state = (
-        records_version(),
-        len(_Requests.by_optimizer),
-        sum(len(g["params"]) for g in optimizer.param_groups),
-    )
-    if _checked_for_owners.get(optimizer) == state:
+    requested = _all_requested()
+    state = records_version(), len(requested), sum(len(g["params"]) for g in optimizer.param_groups)
+    if asked.checked == state:
         return False
-    owners = {id(p): other for other in list(_Requests.by_optimizer) for _, p in parameter_names(other)}
+    owners = {id(p): other for other, _ in requested for _, p in parameter_names(other)}
     for name, p in parameter_names(optimizer):
         owner = owners.get(id(p))
         if p.grad is None or not is_low_precision(p.dtype) or (owner is None and not has_error_terms(p)):
             continue
-        if not any(
-            inner in _Requests.by_optimizer or is_recorded(inner) for inner in held_optimizers(optimizer)
-        ):
+        if not any(_requested(inner) or is_recorded(inner) for inner in held_optimizers(optimizer)):
             _take_over_or_refuse(optimizer, name, owner)
         return True
-    _checked_for_owners[optimizer] = state
+    asked.checked = state
     return False
-
-
-#: Optimizer without parameters of another's compensated step -> state of the records when it was checked.
-_checked_for_owners: WeakKeyDictionary[Optimizer, Any] = WeakKeyDictionary()
 
 
 def _take_over_or_refuse(optimizer: Optimizer, name: str, owner: Optimizer | None) -> None:
     """Compensate an optimizer's steps if the owner of its parameters holds it; else refuse them."""
-    requested = None if owner is None else _Requests.by_optimizer.get(owner)
+    requested = _requested(owner)
     if requested is not None and optimizer in held_optimizers(owner):
-        _Requests.by_optimizer[optimizer] = requested
+        records.of(optimizer, _Asked).requested = requested
         reason = f"{type(owner).__name__}, which holds it, calls them outside of its own step"
         record(optimizer, requested.request, reason)
         return
@@ -874,14 +911,13 @@ def _of_another(optimizer: Optimizer, name: str, owner: Optimizer | None) -> Col
 
 def _check_plain_step(optimizer: Optimizer) -> None:
     """Report the second eager step of parameters whose model is compiled by this backend."""
-    if not _read_forward:
-        return
     for name, p in parameter_names(optimizer):
-        if p.grad is not None and p in _read_forward and record_of(p) is None:
-            if not _read_forward[p]:
-                _read_forward[p] = True
+        read = records.find(p, _ReadForward)
+        if p.grad is not None and read is not None and record_of(p) is None:
+            if not read.is_stepped:
+                read.is_stepped = True
                 return
-            _read_forward.clear()
+            records.clear(_ReadForward)
             raise_or_warn(optimizer, _only_the_model_is_compiled(optimizer, name), strict=False)
             return
 

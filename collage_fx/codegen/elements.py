@@ -146,7 +146,8 @@ class Elements:
         inputs: placeholders of tensors.
         stores: stores of elements, of values per block, and of scalars.
         rows: stores of sums, and of counts, over the elements.
-        totals: stores of the sums of all elements, of which the caller makes sums and means.
+        totals: stores of the sums of all elements, of which the caller makes sums and means. A rule of
+            scalars has no elements: the sum of a number has no spelling.
         written: inputs that something is stored into.
         largest: the largest magnitudes of blocks.
         is_matrix: whether there are values of rows or columns.
@@ -163,7 +164,7 @@ class Elements:
         copies: list[Any] = list(graph.find_nodes(op="call_function", target=aten.copy_.default))
         stores = [Store(*copy.args) for copy in copies]
         self.rows = [store for store in stores if store.value.target in (sums_of, measures.size_bin)]
-        self.totals = [store for store in stores if store.value.target in TOTALS]
+        self.totals = [store for store in stores if width and store.value.target in TOTALS]
         apart = (*self.rows, *self.totals)
         self.stores = [store for store in stores if store not in apart]
         self.written = {store.into for store in stores}

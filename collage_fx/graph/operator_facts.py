@@ -100,13 +100,6 @@ def _pow(base: Any, exponent: Any) -> Tensor:
     return torch.pow(_as_tensor(base, exponent), exponent)
 
 
-def _lerp(x: Tensor, end: Tensor, weight: Any) -> Tensor:
-    """Return torch's ``lerp``, with its two formulas: the graph of a constant has one of them."""
-    away = end - x
-    near = _as_tensor(weight, x).abs() < 0.5
-    return torch.where(near, x + away * weight, end + away * (weight - 1))
-
-
 def _maximum(x: Tensor, y: Any) -> Tensor:
     return torch.maximum(x, y) if isinstance(y, Tensor) else torch.clamp(x, min=y)
 
@@ -148,7 +141,7 @@ OPERATORS: dict[str, Facts] = {
     "aten.rsub": Facts(composite=lambda x, y, alpha=1: -_scaled(x, alpha) + y),
     "aten.addcmul": Facts(composite=lambda x, a, b, value=1: x + _scaled(a * b, value)),
     "aten.addcdiv": Facts(composite=lambda x, a, b, value=1: x + _scaled(a / b, value)),
-    "aten.lerp": Facts(composite=lambda x, end, w: x + _scaled(end - x, w), with_number=_lerp),
+    "aten.lerp": Facts(composite=lambda x, end, w: x + _scaled(end - x, w)),
     "prims.fma": Facts(composite=lambda a, b, c: a * b + c),
     "aten.addmm.default": Facts(product=aten.mm.default),
     "aten.addmv.default": Facts(product=aten.mv.default),
@@ -231,6 +224,8 @@ def is_elementwise(node: Node) -> bool:
     """
     if is_number(node):  # computed from numbers; a reduction's operand is not a number
         return all(map(is_number, node.all_input_nodes))
+    if node.target in (aten.view.default, aten._unsafe_view.default):  # of a number: a single element
+        return not is_number(node.all_input_nodes[0])
     facts = facts_of(node.target)
     is_same = facts.moves and facts.passes is not None
     return is_same or facts.fills is not None or is_pointwise(node.target)

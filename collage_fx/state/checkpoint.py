@@ -26,9 +26,10 @@ as ``collage_fx.exp_avg_sq.exact.rest``. An attribute, an item or a nested key f
 Note [Fingerprints]. Error terms of tensors that belong to no single parameter (in ``param_groups``, or in
 ``state`` under a key of the optimizer's own) are in one more entry of the state dict, ``"collage_fx"``. Error
 terms of attributes of the optimizer, which torch's state dict does not hold, are not saved: ``state_dict``
-warns. State of another dtype than its parameter has a key of its own: Note [Wide state]. Two entries beside
+warns. State of another dtype than its parameter has a key of its own: Note [Wide state]. Three entries beside
 ``state`` let a resumed run decide as the interrupted run would have: ``"collage_fx.new"`` names state whose
-error terms the next step may drop, ``"collage_fx.numbers"`` tells which numbers of recorded steps change.
+error terms the next step may drop, ``"collage_fx.numbers"`` tells which numbers of recorded steps change,
+``"collage_fx.changed"`` which of those in the groups have.
 
 Note [Memory of a loaded state dict]
 ------------------------------------
@@ -96,15 +97,15 @@ import inspect
 import itertools
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple, cast
-from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 from torch.utils.weak import TensorWeakRef
 
+from collage_fx import records
 from collage_fx.errors import CheckpointMismatchError
 from collage_fx.graph import Role
 from collage_fx.numerics import (
@@ -169,11 +170,6 @@ PARAMETER_SLOT = "parameter"
 #: Name of the fingerprint, beside the names of a format's auxiliaries.
 FINGERPRINT = "fingerprint"
 
-_adopted: WeakSet[Optimizer] = WeakSet()
-_compiled: WeakSet[Optimizer] = WeakSet()
-_eager_steps: WeakKeyDictionary[Optimizer, int] = WeakKeyDictionary()
-_loads: WeakKeyDictionary[Optimizer, int] = WeakKeyDictionary()
-
 #: Name of a value that copies take along -> (function that returns it, function that restores it).
 _carried_along: dict[str, tuple[Callable[[Optimizer], Any], Callable[[Optimizer, Any], object]]] = {}
 
@@ -208,12 +204,28 @@ class _Load(NamedTuple):
     along: StateDict
 
 
-#: Optimizer that is being loaded -> contents of the state dict, between torch's two hooks. An entry of a load
-#: that torch refuses stays until the next load.
-_loading: WeakKeyDictionary[Optimizer, _Load] = WeakKeyDictionary()
+@dataclass(eq=False)
+class _Files:
+    """What is known of an optimizer's files: a part of its record.
 
-#: Optimizer that is being loaded -> error terms for it that the given state dict lacks.
-_left_out: WeakKeyDictionary[Optimizer, Saved] = WeakKeyDictionary()
+    Attributes:
+        is_adopted: whether it saves and loads error terms.
+        is_compiled: whether one of its steps has been compiled, which has made its error terms.
+        eager_steps: number of steps that it has taken without being compiled.
+        loads: number of times that ``load_state_dict`` has given it other state tensors.
+        loading: contents of the state dict that is being loaded, between torch's two hooks. Those of a load
+            that torch refuses stay until the next load.
+        left_out: while it is loaded, error terms for it that the given state dict lacks.
+        waiting: state that a checkpoint had without error terms.
+    """
+
+    is_adopted: bool = False
+    is_compiled: bool = False
+    eager_steps: int = 0
+    loads: int = 0
+    loading: _Load | None = None
+    left_out: Saved = field(default_factory=dict)
+    waiting: list[_Waiting] = field(default_factory=list)
 
 
 @dataclass(eq=False)
@@ -286,18 +298,20 @@ def note_compiled(optimizer: Optimizer) -> None:
 
     Fill them from wider state in the checkpoint; warn if the checkpoint had nothing for them.
     """
-    _compiled.add(optimizer)
-    _fill_waiting(optimizer, _waiting.pop(optimizer, ()))
+    files = records.of(optimizer, _Files)
+    files.is_compiled = True
+    waiting, files.waiting = files.waiting, []
+    _fill_waiting(optimizer, waiting)
 
 
 def forget_compiled(optimizer: Optimizer) -> None:
     """Undo :func:`note_compiled`: a checkpoint for the optimizer needs no error terms."""
-    _compiled.discard(optimizer)
+    records.of(optimizer, _Files).is_compiled = False
 
 
 def times_loaded(optimizer: Optimizer) -> int:
     """Return how often ``load_state_dict`` has given the optimizer other state tensors."""
-    return _loads.get(optimizer, 0)
+    return records.of(optimizer, _Files).loads
 
 
 def carry_along(
@@ -529,7 +543,7 @@ def _give(optimizer: Optimizer, along: StateDict) -> None:
     for each in pickled:
         if isinstance(each, PickledWider):
             waiting = _Waiting(each.name, TensorWeakRef(each.tensor), each.wider)
-            _waiting.setdefault(optimizer, []).append(waiting)
+            records.of(optimizer, _Files).waiting.append(waiting)
             continue
         name = f"{type(optimizer).__name__} in a pickle"
         record = ensure_record(each.tensor, _known_format(each.format_name, name), name=name)
@@ -548,7 +562,7 @@ def _before_load(optimizer: Optimizer, given: StateDict) -> StateDict | None:
     """Separate our keys from a state dict, check them, and return the rest for torch to load."""
     if not isinstance(given.get("state"), Mapping):
         return None  # what a later hook of the user's understands: error terms in it are adopted once loaded
-    _loading[optimizer] = load = _read(optimizer, given)
+    records.of(optimizer, _Files).loading = load = _read(optimizer, given)
     return load.plain
 
 
@@ -558,7 +572,7 @@ def _read(optimizer: Optimizer, given: Mapping[str, Any], *, may_rename: bool = 
     In a class's own load, which is given none of our keys, they are those that the class was given.
     """
     plain, saved = _separated(dict(given))
-    saved |= _left_out.get(optimizer, {})
+    saved |= records.of(optimizer, _Files).left_out
     outer = _own_loads[-1] if _own_loads else None
     if not saved and outer is not None and _keys_in(outer.plain) == _keys_in(plain):
         saved, kept, outer.saved, outer.kept = outer.saved, outer.kept, {}, {}
@@ -584,8 +598,9 @@ def _after_load(optimizer: Optimizer, along: StateDict | None = None) -> None:
     """
     if any(each.optimizer is optimizer for each in _own_loads):
         return
-    _loads[optimizer] = times_loaded(optimizer) + 1
-    loading = _loading.pop(optimizer, None)
+    files = records.of(optimizer, _Files)
+    files.loads += 1
+    loading, files.loading = files.loading, None
     along = along or ({} if loading is None else loading.along)
     if loading is not None:
         _restore(optimizer, loading._replace(along=along))
@@ -607,15 +622,17 @@ def _load_by_own(optimizer: Optimizer, method: Callable[..., Any], *args: Any, *
         load = _Load(_without_ours(given), {}, {}, {}, {})
     _own_loads.append(own := _OwnLoad(optimizer, load.plain, load.saved, load.kept))
     bound.arguments[name] = load.plain
-    _loading.pop(optimizer, None)
+    files = records.of(optimizer, _Files)
+    files.loading = None
     try:
         result = method(*bound.args, **bound.kwargs)
     finally:
         _own_loads.pop()
     if not _is_torchs_layout(given):
-        _restore_table(optimizer, table, _loading.pop(optimizer, None))
+        loading, files.loading = files.loading, None
+        _restore_table(optimizer, table, loading)
     elif own.saved or own.kept:  # the class has not called torch's load
-        _loading[optimizer] = load._replace(saved=own.saved, kept=own.kept)
+        files.loading = load._replace(saved=own.saved, kept=own.kept)
     _after_load(optimizer, _for_files(given))
     return result
 
@@ -699,11 +716,12 @@ def load_flat(
         prefix = f"state.{name}.{PREFIX}"
         ours = {each.removeprefix(prefix): value for each, value in flat.items() if each.startswith(prefix)}
         saved |= _by_owner(key, ours)
-    _left_out[optimizer] = saved
+    files = records.of(optimizer, _Files)
+    files.left_out = saved
     try:
         load(optimizer, flat)
     finally:
-        del _left_out[optimizer]
+        files.left_out = {}
 
 
 def adopt(optimizer: Optimizer) -> None:
@@ -725,7 +743,7 @@ def adopt(optimizer: Optimizer) -> None:
 
 def is_adopted(optimizer: Optimizer) -> bool:
     """Return whether an optimizer saves and loads error terms."""
-    return optimizer in _adopted
+    return records.of(optimizer, _Files).is_adopted
 
 
 def storages_of_adopted() -> set[int]:
@@ -733,7 +751,8 @@ def storages_of_adopted() -> set[int]:
 
     Packed state has no memory of its own, and would be unpacked.
     """
-    held = (known for each in list(_adopted) for known in known_tensors({"self": each}).values())
+    adopted = (each for each, files in records.all_of(_Files) if files.is_adopted)
+    held = (known for each in adopted for known in known_tensors({"self": each}).values())
     low = (known.tensor for known in held if known.role is not Role.GRADIENT)
     pieces = (local_tensor(each) for each in low if is_low_precision(each.dtype) and not is_packed(each))
     return {storage_of(piece) for piece in pieces if has_storage(piece)}
@@ -741,7 +760,7 @@ def storages_of_adopted() -> set[int]:
 
 def _register(optimizer: Optimizer) -> None:
     """Register our hooks with an optimizer, and our function for copies of its class."""
-    _adopted.add(optimizer)
+    records.of(optimizer, _Files).is_adopted = True
     wrap_own_method(optimizer, "state_dict", _save_by_own)
     wrap_own_method(optimizer, "load_state_dict", _load_by_own)
     try:
@@ -816,7 +835,8 @@ def _note_left_out(optimizer: Optimizer) -> None:
     zero before the first step, and the groups are those of a state dict, in which the parameters stand last.
     Without the latter the optimizer has made it when it was constructed.
     """
-    steps, contents = _eager_steps.get(optimizer, 0), _contents(optimizer)
+    files, contents = records.of(optimizer, _Files), _contents(optimizer)
+    steps = files.eager_steps
     may_be_loaded = not steps and all(
         len(group) > 1 and [*group][-1] == "params" for group in optimizer.param_groups
     )
@@ -828,7 +848,7 @@ def _note_left_out(optimizer: Optimizer) -> None:
         if isinstance(key, Tensor) or isinstance(entries, dict)
     }
     if any(loaded.values()):
-        _waiting[optimizer] = [
+        files.waiting = [
             _Waiting(name, TensorWeakRef(tensor), None)
             for (key, _), name, tensor in _held(optimizer, contents)
             if loaded.get(key, key is None) and is_low_precision(tensor.dtype) and record_of(tensor) is None
@@ -1035,11 +1055,11 @@ def _restore(optimizer: Optimizer, load: _Load) -> None:
         elif auxiliaries:
             if not _add_to(tensor, auxiliaries):
                 unused.append(f"{name} ({tensor.dtype})")
-        elif live is not None and live in _whole and live.claim is not None:
+        elif live is not None and live.is_whole and live.claim is not None:
             continue  # its whole value has just been loaded
         elif is_low_precision(tensor.dtype):
             if live is not None:
-                _whole.discard(live)
+                live.is_whole = False
                 live.clear()
             wider = _wider(plain, owner)
             if has_terms and owner[1] == PARAMETER_SLOT and plain["state"].get(owner[0]):
@@ -1055,9 +1075,10 @@ def _restore(optimizer: Optimizer, load: _Load) -> None:
     if missing:
         _warn_of_missing(kind, missing)
     of_state.settle()  # its values have been loaded, too; those of parameters may be loaded later
-    _waiting[optimizer] = waiting
-    if optimizer in _compiled:
-        _fill_waiting(optimizer, _waiting.pop(optimizer))
+    files = records.of(optimizer, _Files)
+    files.waiting = [] if files.is_compiled else waiting
+    if files.is_compiled:
+        _fill_waiting(optimizer, waiting)
     note_held(optimizer)
 
 
@@ -1293,16 +1314,9 @@ class _Waiting(NamedTuple):
     wider: Tensor | None
 
 
-_waiting: WeakKeyDictionary[Optimizer, list[_Waiting]] = WeakKeyDictionary()
-
-
-#: Records of parameters whose whole values have been loaded, with a claim until the next step.
-_whole: WeakSet[ErrorTermRecord] = WeakSet()
-
-
 def note_whole(name: str, record: ErrorTermRecord, hi: Tensor, claims: Claims) -> None:
     """Note that a whole value has been loaded: state dicts without error terms leave it whole."""
-    _whole.add(record)
+    record.is_whole = True
     claims.add(name, record, fingerprint(local_tensor(hi), record.auxiliaries))
 
 
@@ -1312,11 +1326,11 @@ def note_eager_step(optimizer: Optimizer) -> None:
     Wider state of its checkpoint is dropped. Before the first eager step, error terms are made of entries
     that plain torch has loaded.
     """
-    if optimizer not in _eager_steps and _holds_ours(optimizer):
+    files = records.of(optimizer, _Files)
+    if not files.eager_steps and _holds_ours(optimizer):
         adopt(optimizer)
-    _eager_steps[optimizer] = _eager_steps.get(optimizer, 0) + 1
-    if (waiting := _waiting.get(optimizer)) is not None:
-        _waiting[optimizer] = [each._replace(wider=None) for each in waiting]
+    files.eager_steps += 1
+    files.waiting = [each._replace(wider=None) for each in files.waiting]
 
 
 def _holds_ours(optimizer: Optimizer) -> bool:
@@ -1327,7 +1341,7 @@ def _holds_ours(optimizer: Optimizer) -> bool:
 
 def _still_wider(optimizer: Optimizer) -> Iterator[tuple[str, Tensor, Tensor]]:
     """Yield ``(name, tensor, wider)`` for state that was wider in a checkpoint, until a step is compiled."""
-    for name, reference, wider in _waiting.get(optimizer, ()):
+    for name, reference, wider in records.of(optimizer, _Files).waiting:
         if wider is not None and (tensor := reference()) is not None:
             yield name, tensor, wider
 
@@ -1350,7 +1364,7 @@ def _fill_waiting(optimizer: Optimizer, waiting: Iterable[_Waiting]) -> None:
         if (before := format_before(name, optimizer)) is not None:  # torch has replaced this state tensor
             ensure_record(tensor, before, name=name)
         record = record_of(tensor)
-        if record is None or not record.format.keeps_error or record in _whole:
+        if record is None or not record.format.keeps_error or record.is_whole:
             continue  # it needs no error terms, or its whole value has been loaded since
         if wider is None:
             missing.append(name)

@@ -112,6 +112,8 @@ class ErrorTermRecord:
         is_used: whether a compiled step reads and writes the buffers; False if they have only been loaded.
         is_new: whether the buffers come from the step that made the tensor, and no step that updates the
             tensor has been compiled.
+        is_whole: whether hi and the buffers have been loaded together, as a whole value, which state dicts
+            without error terms leave whole; it holds as long as there is a claim.
         accepted: version of hi that the buffers have been declared to belong to, other than by a step.
         accepted_at: number of that event: :func:`next_event`.
     """
@@ -125,6 +127,7 @@ class ErrorTermRecord:
     claim: Tensor | None = None
     is_used: bool = False
     is_new: bool = False
+    is_whole: bool = False
     accepted: int = -1
     accepted_at: int = -1
     _settle: Callable[[], None] | None = None

@@ -13,14 +13,15 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch.utils.weak import TensorWeakRef, WeakTensorKeyDictionary
+from torch.utils.weak import TensorWeakRef
 
+from collage_fx import records
 from collage_fx.torch_compat import version_of
 
 
 @dataclass(eq=False)
 class _Twin:
-    """Twin of a parameter.
+    """Part of a parameter: its twin.
 
     Attributes:
         tensor: the twin.
@@ -31,23 +32,29 @@ class _Twin:
     equal_at: tuple[int, int]
 
 
-#: Parameter -> its twin, and twin -> its parameter.
-_TWINS, _PARAMETERS = WeakTensorKeyDictionary(), WeakTensorKeyDictionary()
+@dataclass(eq=False)
+class _TwinOf:
+    """Part of a twin: its parameter."""
+
+    parameter: TensorWeakRef
+
+
 #: A thread uploads values while the program may read them.
 _LOCK = threading.RLock()
 
 
 def set_host_twin(tensor: Tensor, twin: Tensor | None) -> None:
     """Note that another tensor, in host memory, has the error terms of a tensor; None: no longer."""
-    if (before := _TWINS.pop(tensor, None)) is not None:
-        _PARAMETERS.pop(before.tensor, None)
+    if (before := records.drop(tensor, _Twin)) is not None:
+        records.drop(before.tensor, _TwinOf)
     if twin is not None:
-        _TWINS[tensor], _PARAMETERS[twin] = _Twin(twin, _state_of(tensor)), TensorWeakRef(tensor)
+        records.put(tensor, _Twin(twin, _state_of(tensor)))
+        records.put(twin, _TwinOf(TensorWeakRef(tensor)))
 
 
 def host_twin(tensor: Tensor) -> Tensor:
     """Return the tensor that has a tensor's error terms, up to date: its twin in host memory, or itself."""
-    found: _Twin | None = _TWINS.get(tensor)
+    found = records.find(tensor, _Twin)
     if found is None:
         return tensor
     with _LOCK:
@@ -60,8 +67,8 @@ def host_twin(tensor: Tensor) -> Tensor:
 
 def update_twin(twin: Tensor) -> None:
     """Make a twin equal to its parameter, if the program has written to that; other tensors are no twins."""
-    reference: TensorWeakRef | None = _PARAMETERS.get(twin)
-    if reference is not None and (parameter := reference()) is not None:
+    found = records.find(twin, _TwinOf)
+    if found is not None and (parameter := found.parameter()) is not None:
         host_twin(parameter)
 
 
@@ -70,7 +77,7 @@ def uploading(tensor: Tensor) -> Iterator[None]:
     """Context manager: inside, the value of a twin is copied to its parameter, after which both are equal."""
     with _LOCK:
         yield
-        if (found := _TWINS.get(tensor)) is not None:
+        if (found := records.find(tensor, _Twin)) is not None:
             found.equal_at = _state_of(tensor)
 
 

@@ -23,7 +23,6 @@ from functools import partial
 from itertools import chain
 from operator import getitem, is_
 from typing import Any, NamedTuple
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -31,6 +30,7 @@ from torch.nn import Module, Parameter
 from torch.optim import Optimizer
 from torch.utils.weak import TensorWeakRef
 
+from collage_fx import records
 from collage_fx.numerics import ErrorFormat, is_low_precision
 from collage_fx.state.claims import Claims, some
 from collage_fx.state.error_terms import (
@@ -165,10 +165,6 @@ def _slots_within(name: str, container: Any) -> Iterator[_Slot]:
         yield from _slots_at(f"{name}.{key}", container, key)
 
 
-#: Optimizer -> snapshot from when a step was compiled or recorded, or a checkpoint loaded.
-_held: WeakKeyDictionary[Optimizer, _Held] = WeakKeyDictionary()
-
-
 class _Parameters:
     """Parameters in all snapshots.
 
@@ -181,17 +177,17 @@ class _Parameters:
 
 def note_held(optimizer: Optimizer) -> None:
     """Take a snapshot of the values that an optimizer holds now."""
-    before = _held.pop(optimizer, None)
+    before = records.drop(optimizer, _Held)
     written = None if before is None else before.written
     del before  # its references would be counted
-    _held[optimizer] = held = _Held(optimizer)
+    held = records.put(optimizer, _Held(optimizer))
     if written is None or not held.written.take_over(written):
         _Parameters.version = object()
 
 
 def note_step(optimizer: Optimizer) -> None:
     """Note that a compensated step of an optimizer has ended, with its parameters as they are."""
-    if (held := _held.get(optimizer)) is not None:
+    if (held := records.find(optimizer, _Held)) is not None:
         held.written.note()
 
 
@@ -215,7 +211,7 @@ def noting_steps(
         if written and version is not _Parameters.version:
             living = {id(tensor) for reference in written if (tensor := reference()) is not None}
             known = {reference() for reference in references}
-            holders = [each for each, held in _held.items() if held.written.has_one_of(living)]
+            holders = [each for each, held in records.all_of(_Held) if held.written.has_one_of(living)]
             others, version = (
                 [weakref.ref(each) for each in holders if each not in known],
                 _Parameters.version,
@@ -235,12 +231,12 @@ def noting_steps(
 
 def format_before(name: str, optimizer: Optimizer) -> ErrorFormat | None:
     """Return the error format of a named tensor at the last snapshot; None without error terms."""
-    held = _held.get(optimizer)
+    held = records.find(optimizer, _Held)
     return None if held is None else held.formats.get(name)
 
 
-#: Optimizer -> tensors that :func:`move_state` has moved, with their devices before.
-_moved_away: WeakKeyDictionary[Optimizer, list[tuple[Tensor, torch.device]]] = WeakKeyDictionary()
+class _MovedAway(list[tuple[Tensor, torch.device]]):
+    """Tensors of an optimizer that :func:`move_state` has moved, with their devices before."""
 
 
 def move_state(optimizer: Optimizer, device: torch.device | str = "cpu") -> None:
@@ -253,7 +249,7 @@ def move_state(optimizer: Optimizer, device: torch.device | str = "cpu") -> None
         optimizer: an optimizer whose step is compensated, by :func:`install` or by ``torch.compile``.
         device: the device to move to.
     """
-    there, moved = torch.device(device), _moved_away.setdefault(optimizer, [])
+    there, moved = torch.device(device), records.of(optimizer, _MovedAway)
     for slot in _slots_of(optimizer):
         if slot.name:
             is_state = not isinstance(slot.value, Parameter)
@@ -279,9 +275,9 @@ def settle_replaced(optimizer: Optimizer) -> None:
 
     Warn of tensors that had error terms, and have other values now, unless all values are zero.
     """
-    for tensor, device in _moved_away.pop(optimizer, ()):
+    for tensor, device in records.drop(optimizer, _MovedAway) or ():
         _move(tensor, device, is_state=True)
-    held = _held.get(optimizer)
+    held = records.find(optimizer, _Held)
     if held is None:
         return
     is_complete = held.is_complete(optimizer)
@@ -311,12 +307,13 @@ def settle_replaced(optimizer: Optimizer) -> None:
 
 def _settle_written(optimizer: Optimizer, *, is_in_place: bool) -> None:
     """Drop the error terms of an optimizer's tensors that the program has written to since its last step."""
-    _held[optimizer].written.settle(partial(_may_be_of_another, optimizer=optimizer), is_in_place=is_in_place)
+    if (held := records.find(optimizer, _Held)) is not None:
+        held.written.settle(partial(_may_be_of_another, optimizer=optimizer), is_in_place=is_in_place)
 
 
 def _settle_read(tensor: Tensor) -> None:
     """Drop a tensor's error terms if the program has written to it since the last step."""
-    for optimizer, held in list(_held.items()):
+    for optimizer, held in records.all_of(_Held):
         held.written.settle_one(tensor, partial(_may_be_of_another, optimizer=optimizer))
 
 
@@ -344,13 +341,15 @@ def _with_claims(load_state_dict: Callable[..., Any]) -> Callable[..., Any]:
 
 def _hi_of_last_step(tensor: Tensor) -> Tensor:
     """Return a parameter's hi that its error terms belong to; as it is now, if that is not known."""
-    found = (held.written.hi_of_last_step(tensor) for held in list(_held.values()))
+    found = (held.written.hi_of_last_step(tensor) for _, held in records.all_of(_Held))
     return next((each for each in found if each is not None), local_tensor(tensor))
 
 
 def _may_be_of_another(tensor: Tensor, optimizer: Optimizer) -> bool:
     """Return whether another optimizer's step may have been the last to write to a tensor."""
-    return any(held.written.may_have_left(tensor) for other, held in _held.items() if other is not optimizer)
+    return any(
+        held.written.may_have_left(tensor) for other, held in records.all_of(_Held) if other is not optimizer
+    )
 
 
 def _in_the_same_object(replaced: Sequence[tuple[_Slot, _Slot, int]]) -> set[int]:

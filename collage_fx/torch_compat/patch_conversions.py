@@ -43,8 +43,7 @@ from collage_fx.torch_compat.patch_numbers import noticing_burned_in, tracing_nu
 from collage_fx.torch_compat.patch_optimizers import (
     Place,
     Thin,
-    looked_for,
-    thinned,
+    forget_thinned,
     thinning_lists,
     tracing_whole,
     watching_optimizers,
@@ -174,8 +173,7 @@ def watch_conversions(watch: Watch) -> None:
                 watch.failed(request, code, variables, error)
                 raise
             finally:
-                thinned.clear()
-                looked_for.clear()
+                forget_thinned()
         except RunRecorded as recorded:
             recorded.begin()
             skip = ConvertFrameReturn().frame_exec_strategy

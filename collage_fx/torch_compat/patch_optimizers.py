@@ -6,16 +6,15 @@ import contextlib
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextvars import ContextVar
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from types import CodeType
 from typing import Any, NamedTuple
-from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 from torch._dynamo.pgo import auto_dynamic
 from torch._dynamo.symbolic_convert import InstructionTranslator
-from torch.utils.weak import WeakIdKeyDictionary
 
+from collage_fx import records
 from collage_fx.torch_compat.dynamo_trace import output_being_traced
 from collage_fx.torch_compat.optim_frames import is_of_torch_optim, is_torchs_step
 from collage_fx.torch_compat.patch_graph_breaks import SHAPES_OF_BREAKS
@@ -117,8 +116,8 @@ def watching_optimizers(
     If ``watch`` returns places of numbers, two silent faults of Dynamo are corrected. First, it forgets
     values that a step assigns to attributes of the optimizer (``self.steps += 1``), because it does not
     register optimizers for side effects. Second, it treats lists that ``_init_group`` fills as empty if they
-    are keyword arguments, so that nothing is updated. The floats at these places are inputs of the graph from
-    the start; Dynamo would make them constants until it sees them change.
+    are keyword arguments, so that nothing is updated. The numbers at these places are inputs of the graph
+    from the start; Dynamo would make them constants until it sees them change.
 
     Dynamo remembers numbers and sizes by code object, for all optimizers of a class together. Here each
     optimizer has its own record, because a number that differs between two optimizers is constant in each.
@@ -134,11 +133,11 @@ def watching_optimizers(
                 output = InstructionTranslator.current_tx().output
                 if value not in output.side_effects:
                     output.side_effects.track_object_existing(value, self)
-                _traced_for_us.add(value)
-                _first_traced.setdefault(output, value)
+                records.of(value, _Traced).is_for_us = True
+                trace = records.of(output, _Trace)
+                trace.first = trace.first or value
                 if self.source is not None:
-                    named = _changing.setdefault(output, set())
-                    named.update(_name(self.source, ("param_groups", *place)) for place in places)
+                    trace.changing.update(_name(self.source, ("param_groups", *place)) for place in places)
 
         return watched
 
@@ -161,7 +160,7 @@ def _but_of_known_tensors(type_match: Callable[..., None]) -> Callable[..., None
 
 def _with_positional_lists(call_method: Callable[..., Any]) -> Callable[..., Any]:
     def called(self: Any, tx: Any, name: str, args: Any, kwargs: Any) -> Any:
-        if name != "_init_group" or self.value not in _traced_for_us:
+        if name != "_init_group" or not records.of(self.value, _Traced).is_for_us:
             return call_method(self, tx, name, args, kwargs)
         if kwargs:
             bound = inspect.signature(self.value._init_group).bind(*args, **kwargs)
@@ -190,14 +189,36 @@ def _return_counters(optimizer: torch.optim.Optimizer) -> None:
             state["step"] = counter.cpu()
 
 
-_traced_for_us: WeakSet[torch.optim.Optimizer] = WeakSet()
+@dataclass(eq=False)
+class _Traced:
+    """What Dynamo's traces have seen of an optimizer: a part of its record.
 
-#: Dynamo's names of the numbers that will change, by trace.
-_changing = WeakIdKeyDictionary()
-#: First optimizer of each trace: its record of numbers and sizes is used.
-_first_traced = WeakIdKeyDictionary()
-#: Numbers and sizes seen by traces, by optimizer, and then by reading code and Dynamo's name.
-_seen: WeakKeyDictionary[torch.optim.Optimizer, dict[tuple[CodeType, str], Any]] = WeakKeyDictionary()
+    Attributes:
+        is_for_us: whether it has been traced for a backend of ours.
+        seen: numbers and sizes, by reading code and Dynamo's name.
+    """
+
+    is_for_us: bool = False
+    seen: dict[tuple[CodeType, str], Any] = field(default_factory=dict)
+
+
+@dataclass(eq=False)
+class _Trace:
+    """Part of the record of a trace, which is Dynamo's output graph.
+
+    Attributes:
+        first: the first optimizer of the trace: its record of numbers and sizes is used.
+        changing: Dynamo's names of the numbers that will change.
+        thinned: thinned lists.
+    """
+
+    first: torch.optim.Optimizer | None = None
+    changing: set[str] = field(default_factory=set)
+    thinned: list[ThinnedLists] = field(default_factory=list)
+
+
+class _LookedFor:
+    """Part of a gradient that the step being compiled looks for itself."""
 
 
 def _name(source: Any, place: Place) -> str:
@@ -208,13 +229,13 @@ def _name(source: Any, place: Place) -> str:
 
 def _by_optimizer(process: Callable[..., Any]) -> Callable[..., Any]:
     def processed(tx: Any, name: str, entry: Any, **keywords: Any) -> Any:
-        optimizer = _first_traced.get(tx.output)
-        if optimizer is None:
+        trace = records.find(tx.output, _Trace)
+        if trace is None or trace.first is None:
             return process(tx, name, entry, **keywords)
-        seen = _seen.setdefault(optimizer, {}).setdefault((tx.f_code, name), replace(entry))
+        seen = records.of(trace.first, _Traced).seen.setdefault((tx.f_code, name), replace(entry))
         seen |= entry
         place = name.removesuffix(".item()")  # of a number of NumPy's
-        if isinstance(entry.scalar, float) and place in _changing.get(tx.output, ()):
+        if isinstance(entry.scalar, (int, float)) and place in trace.changing:
             return replace(seen, scalar=auto_dynamic)
         if place.endswith(LEARNING_RATE):
             return process(tx, name, entry, **keywords)
@@ -271,7 +292,8 @@ def thinning_lists(choose: Thin) -> Iterator[None]:
         ) -> None:
             original(self, tx, args, kwargs, py_args, py_kwargs)
             root = tx.output.root_tx
-            is_ours = self.value in _traced_for_us and is_torchs_step(self.value, root.f_code, root.f_locals)
+            is_for_us = records.of(self.value, _Traced).is_for_us
+            is_ours = is_for_us and is_torchs_step(self.value, root.f_code, root.f_locals)
             if tracing_whole.get() or not is_ours:
                 return
             filled = [(arg, py) for arg, py in zip(args, py_args, strict=True) if isinstance(py, list) and py]
@@ -285,12 +307,13 @@ def thinning_lists(choose: Thin) -> Iterator[None]:
                 kept = traced.kept
                 if traced.come_and_go:
                     for row in rows:
-                        looked_for.update({value: None for value in row if value is row[0].grad})
+                        for value in (each for each in row if each is row[0].grad):
+                            records.put(value, _LookedFor())
                 for each in lists:
                     for i in set(range(len(rows))).difference(kept):
                         each.items[i].realize()  # makes its guards
                     each.items[:] = [each.items[i] for i in kept]
-                thinned.setdefault(tx.output, []).append(
+                records.of(tx.output, _Trace).thinned.append(
                     ThinnedLists(self.value, rows, tuple(kept), traced.come_and_go)
                 )
 
@@ -302,7 +325,7 @@ def thinning_lists(choose: Thin) -> Iterator[None]:
 
 def _but_of_those_looked_for(not_none_match: Callable[..., None]) -> Callable[..., None]:
     def matched(self: Any, guard: Any, *args: Any, **kwargs: Any) -> None:
-        if self.get(guard) not in looked_for:
+        if not records.has(self.get(guard), _LookedFor):
             not_none_match(self, guard, *args, **kwargs)
 
     return matched
@@ -310,19 +333,19 @@ def _but_of_those_looked_for(not_none_match: Callable[..., None]) -> Callable[..
 
 tracing_whole: ContextVar[bool] = ContextVar("tracing_whole", default=False)
 
-#: Thinned lists by trace.
-thinned = WeakIdKeyDictionary()
-
-#: Gradients that the step being compiled looks for itself.
-looked_for = WeakIdKeyDictionary()
-
 
 def is_traced_whole() -> bool:
     """Return whether a step is traced for all rows: some are not understood, or a patch does not fit."""
     return tracing_whole.get() or not (LISTS.applies and GRADIENTS.applies)
 
 
+def forget_thinned() -> None:
+    """Forget the lists that have been thinned, now that the step has been compiled."""
+    records.clear(_Trace)
+    records.clear(_LookedFor)
+
+
 def thinned_lists() -> list[ThinnedLists]:
     """Return the thinned lists of the step that is being compiled; empty if all rows are traced."""
     output = output_being_traced()
-    return [] if output is None else list(thinned.get(output, ()))
+    return [] if output is None else list(records.of(output, _Trace).thinned)

@@ -14,7 +14,8 @@ from torch.overrides import _pop_mode_temporarily
 from torch.utils import _pytree
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 from torch.utils._python_dispatch import _disable_current_modes
-from torch.utils.weak import WeakIdKeyDictionary
+
+from collage_fx import records
 
 RELIED_ON = (
     "torch:Tensor has _base, _make_wrapper_subclass, _use_count",
@@ -46,16 +47,16 @@ def storage_of(tensor: torch.Tensor) -> int:
 def guard_by_identity(tensor: torch.Tensor) -> None:
     """Make Dynamo guard on a tensor's identity, not on its class."""
     torch._dynamo.mark_static_address(tensor, guard=True)
-    _known[tensor] = True
+    records.put(tensor, _GuardedByIdentity())
 
 
-#: Tensors given to :func:`guard_by_identity`.
-_known: WeakIdKeyDictionary = WeakIdKeyDictionary()
+class _GuardedByIdentity:
+    """Part of a tensor given to :func:`guard_by_identity`."""
 
 
 def is_guarded_by_identity(value: object) -> bool:
     """Return whether a value is a tensor given to :func:`guard_by_identity`."""
-    return isinstance(value, torch.Tensor) and value in _known
+    return isinstance(value, torch.Tensor) and records.has(value, _GuardedByIdentity)
 
 
 #: Function that returns a tensor's version: a number that grows with each write to the tensor or an alias.

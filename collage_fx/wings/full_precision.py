@@ -27,14 +27,15 @@ from __future__ import annotations
 import copy
 import functools
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from types import MethodType, TracebackType
 from typing import Any, cast
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
-from torch.utils.weak import TensorWeakRef, WeakIdKeyDictionary
+from torch.utils.weak import TensorWeakRef
 
+from collage_fx import records
 from collage_fx.errors import InvalidOptionError, UnsupportedTensorError
 from collage_fx.numerics import define_operator, is_low_precision
 from collage_fx.state import float32_value, has_error_terms
@@ -182,9 +183,8 @@ def _choose(module: nn.Module, output_dtype: torch.dtype | None) -> None:
     names = tuple(name for name, _ in module.named_parameters(recurse=False, remove_duplicate=False))
     twin = _twin_of(module, names, output_dtype, None if forward is None else forward.__func__)
     vars(module)["forward"] = twin.full_precision_forward
-    _CHOSEN[module] = {
-        name: TensorWeakRef(p) for name, p in module.named_parameters(recurse=False, remove_duplicate=False)
-    }
+    named = module.named_parameters(recurse=False, remove_duplicate=False)
+    records.put(module, _Chosen({name: TensorWeakRef(p) for name, p in named}))
 
 
 def _restore(module: nn.Module) -> None:
@@ -200,7 +200,7 @@ def _restore(module: nn.Module) -> None:
         del vars(module)["forward"]
     else:
         vars(module)["forward"] = MethodType(twin.replaced, module)
-    _CHOSEN.pop(module, None)
+    records.drop(module, _Chosen)
 
 
 class _Twin(nn.Module):
@@ -310,11 +310,19 @@ def _full_precision_of(twin: _Twin, name: str) -> Tensor:
     return distributed_like(parameter, FULL_PRECISION(cast(Any, parameter).to_local()))
 
 
-#: Chosen modules, and the parameters that they had then, by name.
-_CHOSEN: WeakKeyDictionary[nn.Module, dict[str, TensorWeakRef]] = WeakKeyDictionary()
+class _Chosen(dict[str, TensorWeakRef]):
+    """Part of a chosen module: the parameters that it had then, by name."""
 
-#: Storages of parameters that FSDP2 has gathered -> the sharded parameters.
-_GATHERED = WeakIdKeyDictionary()
+
+@dataclass
+class _Gathered:
+    """Part of a storage that FSDP2 has gathered.
+
+    Attributes:
+        shards: the sharded parameter; None if it is whole.
+    """
+
+    shards: TensorWeakRef | None
 
 
 def _full_value(parameter: Tensor) -> Tensor:
@@ -337,15 +345,15 @@ def _owner_of(parameter: Tensor) -> Tensor:
     if not _is_distributed() or has_error_terms(parameter):
         return parameter
     storage = parameter.untyped_storage()
-    if storage not in _GATHERED:
-        _GATHERED[storage] = _sharded(storage_of(parameter))
-    sharded = _GATHERED[storage]
-    return parameter if sharded is None else _alive(sharded)
+    found = records.find(storage, _Gathered)
+    if found is None:
+        found = records.put(storage, _Gathered(_sharded(storage_of(parameter))))
+    return parameter if found.shards is None else _alive(found.shards)
 
 
 def _sharded(storage: int) -> TensorWeakRef | None:
     """Return the shards of the chosen module's parameter that was gathered into a storage; None if whole."""
-    for module, chosen in list(_CHOSEN.items()):
+    for module, chosen in records.all_of(_Chosen):
         for name, now in module.named_parameters(recurse=False, remove_duplicate=False):
             if name not in chosen or storage_of(local_tensor(now)) != storage:
                 continue

@@ -23,9 +23,10 @@ from __future__ import annotations
 import gc
 import logging
 import math
+import sys
 import threading
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from operator import is_
 from typing import Any, Literal, get_args
 
@@ -110,20 +111,52 @@ def step_in_backward(
     """
     chosen = sole_optimizer(optimizer, where="step_in_backward")
     refuse_options(accumulate, clip)
-    _refuse_flat(model)
+    is_reduced_late = reduced_late(model.parameters())
     refuse_joint(chosen, where="step_in_backward")
     join(chosen, options)
     names = {id(p): name for name, p in model.named_parameters()}
     release = GradientRelease(chosen, names, accumulate, bucket_bytes, max_norm, clip, scaler)
-    if any(isinstance(each, DistributedDataParallel) for each in model.modules()):
-        log.info(
-            "%s: DistributedDataParallel keeps all gradients until the backward pass has ended, so "
-            "parameters are stepped then",
-            type(chosen).__name__,
-        )
-    else:
+    if not is_reduced_late:
         release.watch()
     return release
+
+
+def reduced_late(parameters: Iterable[Tensor]) -> bool:
+    """Return whether DistributedDataParallel reduces the gradients of some parameters.
+
+    It does so when the backward pass has ended: until then a gradient is that of one process.
+
+    Raises:
+        GradientReleaseError: FSDP1 holds the parameters, and reduces their gradients after torch's hooks.
+    """
+    wrapper = _wrapper_of(parameters)
+    if wrapper is not None and not isinstance(wrapper, DistributedDataParallel):
+        raise GradientReleaseError(
+            "FullyShardedDataParallel (FSDP1) calls hooks before it has reduced a gradient",
+            where=type(wrapper.module).__name__,
+            remedy="shard the model with fully_shard (FSDP2)",
+        )
+    if wrapper is not None:
+        log.info(
+            "DistributedDataParallel keeps all gradients until the backward pass has ended, so parameters "
+            "are stepped then"
+        )
+    return wrapper is not None
+
+
+def _wrapper_of(parameters: Iterable[Tensor]) -> Any:
+    """Return the module around a model that reduces the gradients of some parameters; None if there is none.
+
+    Nothing leads from a parameter to it, and the optimizer's program may have made it at any time.
+    """
+    if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
+        return None
+    mine = {id(p) for p in parameters}
+    fsdp = sys.modules.get("torch.distributed.fsdp")
+    kinds = (DistributedDataParallel, *([] if fsdp is None else [fsdp.FullyShardedDataParallel]))
+    # By type: isinstance() asks a proxy, whose object may be gone.
+    wrappers = (each for each in gc.get_objects() if issubclass(type(each), kinds))
+    return next((each for each in wrappers if any(id(p) in mine for p in each.parameters())), None)
 
 
 def sole_optimizer(optimizer: Any, *, where: str) -> Optimizer:
@@ -204,6 +237,12 @@ class GradientRelease:
         self._is_watching = True
         self._follow_hooks()
 
+    def _stop_watching(self) -> None:
+        """Leave gradients to the program's ``optimizer.step()``."""
+        for hook in self._hooks.values():
+            hook.remove()
+        self._hooks, self._is_watching = {}, False
+
     def _ask(self) -> None:
         """Ask the optimizer for its parameters: the program may have thawed, added or replaced some."""
         groups = self._optimizer.param_groups
@@ -219,6 +258,13 @@ class GradientRelease:
         if self._is_watching:
             self._follow_hooks()
 
+    def _begin(self) -> None:
+        """Prepare for a step, at its first gradient, in the program's backward pass."""
+        self._ask()
+        if self._is_first and reduced_late(self._given()):  # the model has been wrapped since
+            self._stop_watching()
+        self._is_first = False
+
     def _follow_hooks(self) -> None:
         """Put hooks on all parameters that the optimizer has now; remove the hooks of others."""
         now = {id(p): p for p in self._parameters if p.requires_grad}
@@ -233,9 +279,7 @@ class GradientRelease:
 
     def remove(self) -> None:
         """Make the optimizer step after the backward pass again; gradients that wait are kept."""
-        for hook in self._hooks.values():
-            hook.remove()
-        self._hooks, self._is_watching = {}, False
+        self._stop_watching()
         if self._scaler is not None:
             vars(self._optimizer)[SCALED] = self._scaled_before
         self._compiled.release = None
@@ -276,7 +320,7 @@ class GradientRelease:
         is_complete = self.is_last_pass(parameter)
         with self._lock:
             if is_complete and not self._stepped and not self._waiting:
-                self._ask()
+                self._begin()
         if id(parameter) in self._hooks:  # the optimizer still has it
             self.take_complete(parameter, is_complete)
 
@@ -291,9 +335,6 @@ class GradientRelease:
     def take_complete(self, parameter: Tensor, is_complete: bool) -> None:
         """Take note of a gradient; step when enough of them are complete."""
         with self._lock:
-            if self._is_first:
-                self._refuse_late_wrapper()
-                self._is_first = False
             if id(parameter) in self._stepped:
                 raise GradientReleaseError(
                     "the gradient of this parameter came a second time, after it was stepped in the backward "
@@ -377,21 +418,9 @@ class GradientRelease:
         for parameter in parameters:
             torch.nn.utils.clip_grad_norm_([parameter], max_norm)
 
-    def _refuse_late_wrapper(self) -> None:
-        """Raise if DistributedDataParallel got the parameters after :func:`step_in_backward`."""
-        if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
-            return
-        mine = {id(p) for p in self._parameters}
-        # By type: isinstance() asks a proxy, whose object may be gone.
-        wrappers = (each for each in gc.get_objects() if issubclass(type(each), DistributedDataParallel))
-        for each in wrappers:
-            if any(id(p) in mine for p in each.parameters()):
-                raise GradientReleaseError(
-                    "DistributedDataParallel was put around the model after step_in_backward, and its "
-                    "gradients are not reduced yet when they would be used",
-                    where=type(each.module).__name__,
-                    remedy="call step_in_backward with the wrapped model",
-                )
+    def _given(self) -> list[Tensor]:
+        """Return the parameters that backward passes give gradients."""
+        return self._parameters
 
     def _name_of(self, parameter: Tensor) -> str:
         return self._names.get(id(parameter), "a parameter that is not the model's")
@@ -478,17 +507,6 @@ def _bytes(tensor: Tensor) -> int:
 def _whole(norm: Tensor) -> Tensor:
     """Return a norm that all processes have computed together."""
     return norm.full_tensor() if isinstance(norm, torch.distributed.tensor.DTensor) else norm
-
-
-def _refuse_flat(model: torch.nn.Module) -> None:
-    """Raise for FSDP1, whose gradients are not reduced yet when torch's hooks are called."""
-    for name, module in model.named_modules():
-        if type(module).__name__ == "FullyShardedDataParallel":
-            raise GradientReleaseError(
-                "FullyShardedDataParallel (FSDP1) calls hooks before it has reduced a gradient",
-                where=name or "model",
-                remedy="shard the model with fully_shard (FSDP2)",
-            )
 
 
 def refuse_joint(optimizer: Optimizer, *, where: str) -> None:

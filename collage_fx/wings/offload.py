@@ -38,6 +38,7 @@ from collage_fx.wings.gradient_release import (
     Clip,
     CommonValues,
     GradientRelease,
+    reduced_late,
     refuse_joint,
     refuse_options,
     sole_optimizer,
@@ -80,6 +81,7 @@ def offload(
     """
     chosen = sole_optimizer(optimizer, where="offload")
     refuse_options(accumulate, clip)
+    reduced_late(p for _, p in parameter_names(chosen))
     for name, parameter in parameter_names(chosen):
         _refuse_dtensor(parameter, name)
     refuse_joint(chosen, where="offload")
@@ -196,7 +198,8 @@ class Offload(GradientRelease):
         super().__init__(optimizer, of_twins, accumulate, bucket_bytes, max_norm, clip, scaler)
         self._worker = ThreadPoolExecutor(1, "collage_fx_offload")
         self._jobs: list[Future[None]] = []
-        self.watch()
+        if not reduced_late(self._given()):
+            self.watch()
 
     def _twin_of(self, parameter: Tensor) -> torch.nn.Parameter:
         """Return a copy of a parameter in host memory."""
@@ -233,6 +236,9 @@ class Offload(GradientRelease):
                 twin.requires_grad_(p.requires_grad)
         self.twins = [each for each in self.twins if id(each[1]) in held]
         super()._ask()
+
+    def _given(self) -> list[Tensor]:
+        return [*self._device_of.values()]
 
     def _hook(self, twin: Tensor) -> Any:
         """Note each gradient on the device when it is complete."""
@@ -291,8 +297,10 @@ class Offload(GradientRelease):
 
     def begin(self, parameter: Tensor, twin: Tensor) -> None:
         """Copy a gradient to the host, and free it; the thread goes on from there."""
-        if not self._jobs:
-            self._ask()
+        if self._is_watching and not self._jobs:
+            self._begin()
+            if not self._is_watching:
+                return
         if id(twin) not in self._device_of:  # the program has taken it from the optimizer
             return
         gradient = parameter.grad

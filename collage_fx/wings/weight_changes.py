@@ -30,8 +30,8 @@ from typing import Any, Literal, NamedTuple, cast, get_args
 import torch
 from torch import Tensor
 from torch.nn import Module
-from torch.utils.weak import WeakTensorKeyDictionary
 
+from collage_fx import records
 from collage_fx.choices import did_you_mean
 from collage_fx.codegen import differing_elements, dtype_of_indices
 from collage_fx.errors import CheckpointMismatchError, InvalidOptionError
@@ -242,7 +242,7 @@ class _Lacking:
         """
         on_host = [
             (
-                _COPIES.setdefault(tensor, {}),
+                records.of(tensor, _Copies),
                 None if indices is None else indices.cpu().long(),
                 _on_host(values),
             )
@@ -268,7 +268,7 @@ def forget_changes(model: Module, reader: str = "engine") -> None:
         reader: name of the reader.
     """
     for _, tensor in _named(model):
-        _COPIES.setdefault(tensor, {})[reader] = _on_host(_flat(tensor))
+        records.of(tensor, _Copies)[reader] = _on_host(_flat(tensor))
 
 
 def save_changes(
@@ -321,16 +321,15 @@ def load_changes(path: str | os.PathLike[str]) -> WeightChanges:
         lines = (line.rpartition("=") for line in file.metadata[SHAPES].splitlines())
         shapes = {name: tuple(int(size) for size in sizes.split(",") if size) for name, _, sizes in lines}
         elements, is_gaps = int(file.metadata["total_elements"]), file.metadata["encoding"] == "gap_delta"
-        patches = []
+        held, patches = {name: file[name] for name in file}, []
         for name, shape in shapes.items():
-            if name in file:
-                patches.append(WeightPatch(name, shape, file[name].dtype, file[name].reshape(-1)))
+            if name in held:
+                patches.append(WeightPatch(name, shape, held[name].dtype, held[name].reshape(-1)))
                 continue
-            values, stored = file[name + VALUES], file[name + INDICES]
+            values, stored = held[name + VALUES], held[name + INDICES]
             indices = _from_gaps(stored, math.prod(shape)) if is_gaps else stored
             patches.append(WeightPatch(name, shape, values.dtype, values, indices))
-        stored_hash = file.metadata.get(HASH)
-        if stored_hash not in (None, _hash({name: file[name] for name in file}, file.metadata)):
+        if file.metadata.get(HASH) not in (None, _hash(held, file.metadata)):
             raise ValueError("its hash is another than that of what it holds")
     except (KeyError, ValueError) as error:
         raise CheckpointMismatchError(
@@ -404,8 +403,8 @@ def _why_no_patch(patch: WeightPatch) -> str:
     return ""
 
 
-#: Tensor -> for each reader the values that it has, in host memory: Note [What a reader has].
-_COPIES = WeakTensorKeyDictionary()
+class _Copies(dict[str, Tensor]):
+    """For each reader of a tensor the values that it has, in host memory: a part of the tensor's record."""
 
 
 class _Values(NamedTuple):
@@ -435,7 +434,7 @@ def _on_host(values: Tensor) -> Tensor:
 
 def _lacking_of(tensor: Tensor, reader: str) -> _Values:
     """Return the values of a tensor that a reader lacks."""
-    values, before = _flat(tensor), _COPIES.get(tensor, {}).get(reader)
+    values, before = _flat(tensor), records.of(tensor, _Copies).get(reader)
     if before is not None and (before.shape, before.dtype) == (values.shape, values.dtype):
         indices, taken = differing_elements(values, before)
         if taken.nbytes + indices.nbytes < values.nbytes:

@@ -7,7 +7,7 @@ import pickle
 import threading
 import warnings
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import numpy as np
 import pytest
@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 from torch.testing._internal.two_tensor import TwoTensor
 from torch.torch_version import TorchVersion
 
-from collage_fx import CollageBackend, error_terms, full_value
+from collage_fx import CollageBackend, error_terms, full_value, install
 from collage_fx.capture.recording import is_recorded
 from collage_fx.errors import UncompensatedParameterError, UnsupportedTensorError
 from collage_fx.graph import factorizes
@@ -977,6 +977,34 @@ class ReplacesItsState(Recorded):
                 else:
                     self.state[p]["v"] = v * 0.999 + g * 0.001
                 p.add_(self.state[p]["v"], alpha=-1000 * LR)
+
+
+class WithGradientsData(Optimizer):
+    """Step that averages ``p.grad.data``, and then asks for a value."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for p in self.param_groups[0]["params"]:
+            state = self.state[p]
+            if not state:
+                state["m"] = torch.zeros_like(p)
+            state["m"].mul_(0.9).add_(p.grad.data, alpha=0.1)
+            if float(state["m"].float().norm()) > 0:
+                p.data.add_(state["m"], alpha=-1e-3)
+
+
+@pytest.mark.parametrize("is_piece", [False, True])
+def test_the_data_of_a_gradient_are_a_gradient(is_piece: bool) -> None:
+    """Also of a piece of a buffer. State made of something unknown may be one of weights: it has a term."""
+    (p,) = params = parameters(shapes=[(6, 5)])
+    optimizer = install(WithGradientsData(params, {}))
+    for seed in range(3):
+        set_gradients(params, seed)
+        if is_piece:
+            p.grad = torch.cat([cast(Tensor, p.grad)] * 2)[:6]
+        optimizer.step()
+    assert is_recorded(optimizer)
+    assert not error_terms(optimizer.state[p]["m"])
 
 
 def test_a_step_may_replace_state_that_has_error_terms() -> None:

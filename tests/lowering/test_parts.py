@@ -230,6 +230,14 @@ def test_flat_is_one_shape_of_some_elements() -> None:
     assert layouts_flat(torch.ones(2), torch.ones(2))
 
 
+def test_a_view_of_a_number_has_one_element_whatever_length_others_have() -> None:
+    def step(s: Tensor, g: Tensor) -> None:
+        s.add_(g.flatten())
+
+    (rule,) = rules(step, torch.ones(1), torch.ones(()))
+    assert not rule.flat
+
+
 def test_rules_that_are_not_flat_name_their_shapes() -> None:
     def step(p: Tensor, q: Tensor, r: Tensor) -> None:
         for x in (p, q, r):

@@ -101,6 +101,24 @@ WEIGHTS: dict[str, Callable[[int], float]] = {
     "cosine": lambda t: 0.5 + 0.4 * math.cos(t),
 }
 
+FOLLOWED: dict[str, Callable[[int], float]] = {"1/t": lambda t: 1 / (1 + t), **WEIGHTS}
+
+
+class Following(Averaging):
+    """Captured step whose parameters follow an average with a share that depends on the step."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for p in group["params"]:
+                state = self.state[p]
+                if not state:
+                    state["z"] = p.clone()
+                w = self.number(group["t"])
+                p.lerp_(state["z"], w).add_(p.grad, alpha=1e-4 * (0.9 * (1 - w) - 1))
+                state["z"].sub_(p.grad, alpha=1e-4)
+            group["t"] += 1
+
 
 class LoadsByItself(Recorded):
     """Class whose own load knows no keys but torch's."""
@@ -125,8 +143,9 @@ class InAList(Recorded):
 
 CASES = [
     *((Averaging, NUMBERS[name], stop) for name in NUMBERS for stop in (2, 3)),
-    *((InPlace, number, stop) for number in WEIGHTS.values() for stop in (2, 3)),
+    *((InPlace, number, stop) for number in WEIGHTS.values() for stop in (1, 2, 3)),
     *((Recorded, number, stop) for number in WEIGHTS.values() for stop in (1, 3)),
+    *((Following, number, stop) for number in FOLLOWED.values() for stop in (1, 3)),
     (BeginsRounded, lambda t: 0.1, 1),
     *((kind, WEIGHTS["cosine"], 2) for kind in (LoadsByItself, InAList)),
 ]
