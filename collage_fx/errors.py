@@ -208,17 +208,18 @@ class RecompileLimitError(CollageError):
 
 
 class GraphBreakError(CollageError):
-    """Dynamo would run a part of an optimizer's update eagerly, without error terms.
+    """Dynamo would run updates of weights eagerly, without error terms.
 
     At a line that it cannot capture, such as a branch on the value of a tensor, Dynamo breaks the graph and
     leaves the rest to Python. A step with such a line is recorded, without an error
-    (``docs/limits.md#recorded-steps``), unless ``torch.compile`` was given the step of a class that does not
-    call ``Optimizer.__init__``, or the program compiles a part of the step itself. The function that the
-    message names has not been run; an earlier part of the step may have been.
+    (``docs/limits.md#recorded-steps``), and so is a function that updates weights without gradients. Refused
+    are functions that are called with gradients, and steps that ``torch.compile`` was given with a closure if
+    their class does not call ``Optimizer.__init__``. The function that the message names has not been run; an
+    earlier part of the step may have been.
 
-    What to do: call ``collage_fx.install(optimizer)`` in place of ``torch.compile``, which records such a
-    step. If the step calls functions that you compile yourself, give these functions no backend of ours.
-    ``TORCH_LOGS=graph_breaks`` says more about the line.
+    What to do: put ``@torch.no_grad()`` before a function that differentiates nothing, or move the lines that
+    update weights to a function that it calls. Call ``collage_fx.install(optimizer)`` in place of
+    ``torch.compile`` for a step. ``TORCH_LOGS=graph_breaks`` says more about the line.
     """
 
     code = "CFX010"

@@ -378,58 +378,23 @@ EXAMPLES: dict[type[errors.CollageError], tuple[Example, ...]] = {
     ),
     errors.GraphBreakError: (
         Example(
-            "A wrapper that does not call ``Optimizer.__init__``, with a branch after an inner step.",
+            "A function with a loop that Dynamo cannot capture, which updates weights and may differentiate.",
             """\
             import torch
             from torch.nn import Parameter
             from collage_fx import CollageBackend
 
-
-            class Shrinks(torch.optim.Optimizer):
-                def __init__(self, inner):
-                    self.inner = inner
-                    self.param_groups, self.state, self.defaults = inner.param_groups, inner.state, {}
-
-                @torch.no_grad()
-                def step(self, closure=None):
-                    self.inner.step()
-                    for p in self.param_groups[0]["params"]:
-                        if p.isfinite().all():
-                            p.mul_(0.99)
-
-
-            p = Parameter(torch.ones(8, dtype=torch.bfloat16))
-            p.grad = torch.ones_like(p)
-            optimizer = Shrinks(torch.optim.SGD([p], lr=0.1))
-            step = torch.compile(optimizer.step, backend=CollageBackend())
-            step()
-            """,
-            is_late=True,
-        ),
-        Example(
-            "A step that calls a compiled function with a branch.",
-            """\
-            import torch
-            from torch.nn import Parameter
-            from collage_fx import CollageBackend
+            weights = [Parameter(torch.ones(8, dtype=torch.bfloat16))]
 
 
             @torch.compile(backend=CollageBackend())
-            def update(p):
-                if p.grad.norm() > 0:
-                    p.data.sub_(p.grad, alpha=0.1)
+            def shrink():
+                for p in weights:
+                    if p.isfinite().all():
+                        p.data.mul_(0.99)
 
 
-            class Own(torch.optim.SGD):
-                def step(self, closure=None):
-                    for p in self.param_groups[0]["params"]:
-                        update(p)
-
-
-            p = Parameter(torch.ones(8, dtype=torch.bfloat16))
-            p.grad = torch.ones_like(p)
-            optimizer = Own([p], lr=0.1)
-            optimizer.step()
+            shrink()
             """,
         ),
     ),

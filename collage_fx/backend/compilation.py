@@ -18,7 +18,7 @@ from typing import Any, cast
 from weakref import WeakKeyDictionary
 
 import torch
-from torch.fx import Graph, GraphModule
+from torch.fx import Graph, GraphModule, Node
 from torch.optim import Optimizer
 
 from collage_fx.capture import (
@@ -88,10 +88,13 @@ from collage_fx.pipeline import ANALYSIS, MEASUREMENT, SUMMING, Pass, Stage, run
 from collage_fx.report import GraphReport, PassLog, TensorReport, tensor_report, treatments
 from collage_fx.runtime import STAND_INS, MakingStep, Member, WholeStep
 from collage_fx.state import (
+    KnownTensor,
+    adopted_by_storage,
     choose_new,
     has_error_terms,
     held_per_parameter,
     host_twin,
+    is_same_memory,
     known_tensors,
     note_compiled,
     noting_steps,
@@ -101,7 +104,6 @@ from collage_fx.state import (
     record_of,
     require_format,
     reset_error_terms,
-    storages_of_adopted,
     unpack,
 )
 from collage_fx.torch_compat import (
@@ -221,11 +223,11 @@ class Compilation:
         self.arguments = arguments
         self.settings = settings
         # A helper that a step calls, or the rest of a step after a graph break, may not name the optimizer.
-        variables = {**traced_frame_variables(), "stepped": optimizer_being_stepped()}
+        self.recorded, self.is_compiled, stepped = RecordedPart.of(module)
+        variables = {**traced_frame_variables(), "stepped": optimizer_being_stepped() or stepped()}
         self.optimizers = optimizers_among(variables)
         self.known = known_tensors(self.optimizers)
         self.subject = backend.label(list(self.optimizers.values())) or traced_frame_name() or "step"
-        self.recorded, self.is_compiled = RecordedPart.of(module)
         self.request = Request(backend, {"mode": mode}, self.options.strict)
         self.left_alone = False
         #: Parameters that the step updates.
@@ -512,7 +514,7 @@ class Compilation:
         That is an update, or a value of weights that leaves the graph.
         """
         updated = copies_to_inputs(gm.graph)
-        self._refuse_offloaded(gm, infos, repetition)
+        self._refuse_out_of_reach(gm, infos, repetition)
         self.read_rounded = self._read_rounded(gm, infos, repetition)
         if any(is_low_precision_tensor(node) for node in updated):
             return None
@@ -542,26 +544,59 @@ class Compilation:
         }
         return not values_of_weights(gm.graph, whole).isdisjoint(gm.graph.output_node().all_input_nodes)
 
-    def _refuse_offloaded(self, gm: GraphModule, infos: Sequence[InputInfo], repetition: Repetition) -> None:
-        """Raise, or warn, if a graph keeps values of offloaded weights, whose error terms are elsewhere."""
-        offloaded = {}
-        for position, node in enumerate(placeholders(gm.graph)):
-            info = infos[repetition.copies[position][0]]
-            if info.tensor is not None and host_twin(info.tensor) is not info.tensor:
-                offloaded[node] = info.name
-        if not offloaded or self.options.strategy == "none":
+    def _refuse_out_of_reach(
+        self, gm: GraphModule, infos: Sequence[InputInfo], repetition: Repetition
+    ) -> None:
+        """Raise, or warn, if a graph keeps values of weights whose error terms it cannot reach.
+
+        They are of offloaded optimizers, or it is given views.
+        """
+        if self.options.strategy == "none":
             return
         stores = copies_to_inputs(gm.graph)
         kept = {*stores, *map(stored, stores.values()), *gm.graph.output_node().all_input_nodes}
-        if used := (values_of_weights(gm.graph, offloaded) | offloaded.keys()) & kept:
-            refusal = UncompensatedParameterError(
-                "a compiled function reads or writes a weight of an offloaded optimizer, whose error terms "
-                "are in host memory",
-                where=next((offloaded[node] for node in used if node in offloaded), self.subject),
-                remedy="leave the function to eager torch, with collage_fx.full_value(p, torch.float32) "
-                "where it reads p and collage_fx.assign(p, value) where it writes p",
-            )
-            raise_or_warn(self, refusal, strict=self.options.strict)
+        for position, node in enumerate(placeholders(gm.graph)):
+            info = infos[repetition.copies[position][0]]
+            if info.tensor is not None and host_twin(info.tensor) is not info.tensor:
+                name, what = (
+                    info.name,
+                    "a weight of an offloaded optimizer, whose error terms are in host memory",
+                )
+                remedy = (
+                    "leave the function to eager torch, with collage_fx.full_value(p, torch.float32) "
+                    "where it reads p and collage_fx.assign(p, value) where it writes p"
+                )
+            elif name := self._viewed(node, info):
+                what = "a view of a weight, to which the error terms of the weight do not belong"
+                remedy = "give the function the weight itself, and take the view in the function"
+            else:
+                continue
+            used = kept & {node, *values_of_weights(gm.graph, {node})}
+            if any((value := tensor_value(each)) is not None and value.dim() for each in used):
+                refusal = UncompensatedParameterError(
+                    f"a compiled function reads or writes {what}", where=name, remedy=remedy
+                )
+                raise_or_warn(self, refusal, strict=self.options.strict)
+
+    def _viewed(self, node: Node, info: InputInfo) -> str:
+        """Return the name of the weight, or state, that an input is a view of; empty if it is none."""
+        if self.recorded or info.tensor is None or not is_low_precision_tensor(node):
+            return ""
+        piece = local_tensor(info.tensor)
+        if isinstance(info.tensor, torch.nn.Parameter) or not has_storage(piece):
+            return ""
+        adopted = self._adopted.get(storage_of(piece), ())
+        is_whole = any(is_same_memory(local_tensor(each.tensor), piece) for each in adopted)
+        return "" if is_whole or not adopted or record_of(info.tensor) is not None else adopted[0].name
+
+    def _owner(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return the weight, or state, in whose memory a detached tensor lies; any other tensor itself."""
+        if isinstance(tensor, torch.nn.Parameter) or id(tensor) in self.known:
+            return tensor
+        piece = local_tensor(tensor)
+        adopted = self._adopted.get(storage_of(piece), ()) if has_storage(piece) else ()
+        owners = (each.tensor for each in adopted if is_same_memory(local_tensor(each.tensor), piece))
+        return next(owners, tensor)
 
     def _read_rounded(self, gm: GraphModule, infos: Sequence[InputInfo], repetition: Repetition) -> list[int]:
         """Return the positions of arguments that may be detached weights whose values outlive the graph."""
@@ -599,14 +634,14 @@ class Compilation:
             if tensor is not None and node not in stores and is_low_precision_tensor(node):
                 piece = local_tensor(tensor)
                 is_parameter = isinstance(tensor, torch.nn.Parameter)
-                if is_parameter or (has_storage(piece) and storage_of(piece) in self._storages_of_adopted):
+                if is_parameter or (has_storage(piece) and storage_of(piece) in self._adopted):
                     found.add(position)
         return frozenset(found)
 
     @cached_property
-    def _storages_of_adopted(self) -> set[int]:
-        """The storages of the parameters and states of all adopted optimizers, which takes long with many."""
-        return storages_of_adopted()
+    def _adopted(self) -> dict[int, list[KnownTensor]]:
+        """Parameters and states of all adopted optimizers, by storage: takes long with many."""
+        return adopted_by_storage()
 
     # -- Refused, rewritten, lowered, reported
 
@@ -655,15 +690,15 @@ class Compilation:
         if not (is_rewritten or repetition.is_whole):
             return Reason("no tensor of it needs an error term")
         after = copy_of(program.gm) if is_rewritten else before  # Inductor edits the graph that it is given
+        self.updated = []
         for state in program.states:
             for index in repetition.copies[state.position] if state.info.role is not Role.NEW else ():
                 if (tensor := program.infos[index].tensor) is not None:
                     choose_new(tensor, keep=state.compensated)
+                    if not self.recorded and isinstance(owner := self._owner(tensor), torch.nn.Parameter):
+                        self.updated.append(owner)
         known_packed = any(map(_packed_format, infos))
         self._drop_codes(program)
-        parameters = [state for state in program.states if state.info.role is Role.PARAMETER]
-        copies = [index for state in parameters for index in repetition.copies[state.position]]
-        self.updated = [tensor for index in copies if (tensor := program.infos[index].tensor) is not None]
         with generated_code() as code:
             if is_rewritten:
                 made = self._lower(program, example_inputs, inductor_options, gm)

@@ -26,20 +26,34 @@ float(step)``, and Dynamo is told to trace that (``torch_compat/patch_numbers.py
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import partial
 from numbers import Integral, Real
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 from torch.optim import Optimizer
 
+from collage_fx import records
 from collage_fx.graph import OPERATORS, composite_of, facts_of, foreach_calls, foreach_name, foreach_rule
 from collage_fx.state import carry_along
 from collage_fx.torch_compat import Place, functional_decompositions, pytree, schema_of
 
 Decomposition = Callable[..., Any]
+
+
+@dataclass(eq=False)
+class _Numbers:
+    """What is known of the numbers in an optimizer's groups: a part of its record.
+
+    Attributes:
+        first: the numbers when its step was first traced.
+        changed: where numbers have changed according to what it has loaded.
+    """
+
+    first: dict[Place, float] | None = None
+    changed: Sequence[Place] = ()
 
 
 def scheduled_numbers(optimizer: Optimizer) -> Iterator[Place]:
@@ -48,8 +62,10 @@ def scheduled_numbers(optimizer: Optimizer) -> Iterator[Place]:
     A scheduler of torch.optim leaves ``initial_lr`` in the groups, and ``base_momentum`` if it cycles the
     momentum too. A program with a schedule of its own has set a learning rate that is not the default.
     """
-    _first.setdefault(optimizer, _numbers_of(optimizer))
-    yield from _changed.get(optimizer, ())
+    numbers = records.of(optimizer, _Numbers)
+    if numbers.first is None:
+        numbers.first = _numbers_of(optimizer)
+    yield from numbers.changed
     for i, group in enumerate(optimizer.param_groups):
         lr = group.get("lr")
         if (
@@ -70,17 +86,17 @@ def _numbers_of(optimizer: Optimizer) -> dict[Place, float]:
 
 def _changed_numbers(optimizer: Optimizer) -> list[Place] | None:
     """Return where numbers have changed since an optimizer's step was first traced; None for nowhere."""
-    first, now = _first.get(optimizer, {}), _numbers_of(optimizer)
-    changed = {place for place, number in first.items() if now.get(place) != number}
-    return sorted({*changed, *_changed.get(optimizer, ())}) or None
+    numbers, now = records.of(optimizer, _Numbers), _numbers_of(optimizer)
+    changed = {place for place, number in (numbers.first or {}).items() if now.get(place) != number}
+    return sorted({*changed, *numbers.changed}) or None
 
 
-#: The numbers in an optimizer's groups when its step was first traced.
-_first: WeakKeyDictionary[Optimizer, dict[Place, float]] = WeakKeyDictionary()
-#: Where numbers have changed according to what an optimizer has loaded.
-_changed: WeakKeyDictionary[Optimizer, list[Place]] = WeakKeyDictionary()
+def _note_changed(optimizer: Optimizer, places: Sequence[Place]) -> None:
+    """Note where numbers have changed according to what an optimizer has loaded."""
+    records.of(optimizer, _Numbers).changed = places
 
-carry_along("collage_fx.changed", _changed_numbers, _changed.__setitem__)
+
+carry_along("collage_fx.changed", _changed_numbers, _note_changed)
 
 
 def decompositions() -> dict[Any, Decomposition]:

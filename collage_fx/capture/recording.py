@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import logging
+import sys
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from types import CodeType
 from typing import Any, NamedTuple
+from weakref import WeakSet
 
 import torch
 from torch import Tensor
 from torch.fx import GraphModule
 from torch.optim import Optimizer
 from torch.overrides import TorchFunctionMode
+from torch.utils.weak import TensorWeakRef
 
 from collage_fx import records
 from collage_fx.capture.inputs import BornInStep, MadeInStep, SpanningClosure
@@ -37,15 +40,19 @@ from collage_fx.state import (
     parameter_names,
     settle_replaced,
     state_tensors,
+    stepped_optimizers,
     stop_packing,
 )
 from collage_fx.torch_compat import (
+    Refused,
     fused_operator,
     has_foreign_step,
     has_storage,
     is_step_wrapper,
+    pytree,
     reroute_step,
     run_unfused,
+    running_call,
     storage_of,
     true_step,
     variables_on_the_stack,
@@ -103,10 +110,12 @@ class RecordedPart(NamedTuple):
     Attributes:
         reason: why the optimizer's steps are recorded; empty for a graph that is no such part.
         is_compiled: whether the part is compiled, rather than run operation by operation.
+        stepped: returns the optimizers that the step, or the recorded function, steps.
     """
 
     reason: str = ""
     is_compiled: bool = True
+    stepped: Callable[[], list[Optimizer]] = list
 
     @staticmethod
     def of(module: GraphModule) -> RecordedPart:
@@ -169,7 +178,7 @@ def record(
     recording = records.of(optimizer, Recorded).for_one_step if for_one_step else None
     if recording is None:
         log.log(level, "%s: its steps are run by Python and recorded: %s", type(optimizer).__name__, reason)
-        recording = _Recording(optimizer, request, reason, for_one_step=for_one_step)
+        recording = _Recording([optimizer], request, reason, for_one_step=for_one_step)
     if for_one_step:
         records.of(optimizer, Recorded).for_one_step = recording
     reroute_step(true_step(optimizer), _switched)
@@ -249,12 +258,11 @@ class _Begun:
         recording: the optimizer's recording.
     """
 
-    def __init__(self, recording: _Recording, optimizer: Optimizer, *, had_gradients: bool) -> None:
+    def __init__(self, recording: _Recording, *, had_gradients: bool) -> None:
         self.recording = recording
         self._had_gradients = had_gradients
-        self._optimizer = optimizer
         self._stack = ExitStack()
-        self._stack.enter_context(recording.recorded(optimizer))
+        self._stack.enter_context(recording.recorded())
 
     @torch.compiler.disable
     def end(self, error: BaseException | None) -> None:
@@ -266,7 +274,7 @@ class _Begun:
 
     def call(self, closure: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
         """Call the step's closure, unrecorded."""
-        outside = self.recording.outside(self._optimizer, had_gradients=self._had_gradients)
+        outside = self.recording.outside(had_gradients=self._had_gradients)
         return outside(closure)(*args, **kwargs)
 
 
@@ -306,22 +314,92 @@ def beginning_here(request: Request, reason: str, *, level: int = logging.INFO) 
     def begin() -> None:
         record(optimizer, request, reason, level=level)
         recording = vars(optimizer)[RECORDING]
-        begun.append(_Begun(recording, optimizer, had_gradients=variables["had_gradients"]))
+        begun.append(_Begun(recording, had_gradients=variables["had_gradients"]))
+
+    return begin
+
+
+@dataclass
+class _OfCalls:
+    """Part of the object that identifies a call of ``torch.compile``.
+
+    Attributes:
+        recording: recording of the calls of its callable.
+    """
+
+    recording: _Recording
+
+
+def beginning_in_call(
+    request: Request,
+    reason: str,
+    optimizers: Sequence[Optimizer],
+    weights: Sequence[Tensor] = (),
+) -> Callable[[], None] | None:
+    """Record the call of a compiled callable that Python is in from here on, and later calls from there on.
+
+    Returns:
+        function that begins the recording of this call, which ends with the call; None if there is no such
+        call, or one that is given a function, whose forward and backward pass would be recorded.
+    """
+    call = running_call()
+    if call is None or any(map(callable, pytree.tree_leaves(call.arguments))):
+        return None
+    log.info("%s: its calls are run by Python and recorded: %s", call.name, reason)
+    records.put(call.compiler, _OfCalls(_Recording(optimizers, request, reason, call.name, weights)))
+    return beginning_again()
+
+
+def beginning_again() -> Callable[[], None] | None:
+    """Return the function that begins to record the call that Python is in, if such calls are recorded."""
+    call = running_call()
+    found = None if call is None else records.find(call.compiler, _OfCalls)
+    if call is None or found is None:
+        return None
+    recording = found.recording
+
+    def begin() -> None:
+        stack = ExitStack()
+        recording.meet(each for each in pytree.tree_leaves(call.arguments) if isinstance(each, Tensor))
+        stack.enter_context(recording.recorded())
+
+        def end() -> None:
+            error = None if call.has_returned() else sys.exc_info()[1]
+            has_gradients = torch.is_grad_enabled()  # the call has left its own contexts
+            try:
+                stack.__exit__(None if error is None else type(error), error, None)
+            except Refused as refusal:
+                raise refusal.remove_dynamo_frames() from None
+            finally:
+                torch.set_grad_enabled(has_gradients or torch.is_grad_enabled())
+
+        call.cleanups.append(end)
 
     return begin
 
 
 class _Recording:
-    """Recorder of one optimizer's steps, with facts about the optimizer."""
+    """Recorder of one optimizer's steps, or of a function that steps some, with facts about them."""
 
-    def __init__(self, optimizer: Optimizer, request: Request, reason: str, *, for_one_step: bool) -> None:
+    def __init__(
+        self,
+        optimizers: Sequence[Optimizer],
+        request: Request,
+        reason: str,
+        label: str = "",
+        weights: Sequence[Tensor] = (),
+        *,
+        for_one_step: bool = False,
+    ) -> None:
         self.reason = reason
         self.is_for_one_step = for_one_step
-        self._label = type(optimizer).__name__
+        self._label = label or type(optimizers[0]).__name__
         self.request = request
-        numbers = records.of(optimizer, Recorded).numbers
+        numbers = records.of(optimizers[0], Recorded).numbers if optimizers else {}
         self._recorder = Recorder(self._compiled, self._kind_of, self._original_of, self._known, numbers)
-        self._optimizer = weakref.ref(optimizer)
+        self._references = [*map(weakref.ref, optimizers)]
+        self._weights = [*map(TensorWeakRef, weights)]
+        self._others: WeakSet[Optimizer] = WeakSet()
         self._parameters: dict[int, Tensor] = {}
         self._roles: dict[int, str] = {}
         self._without_state: list[Tensor] = []
@@ -338,22 +416,40 @@ class _Recording:
         """Run one step under the recorder."""
         if is_recording():  # an optimizer inside another one that is being recorded
             return step(optimizer, *args, **kwargs)
-        outside = self.outside(optimizer, had_gradients=torch.is_grad_enabled())
-        with self.recorded(optimizer):
+        outside = self.outside(had_gradients=torch.is_grad_enabled())
+        with self.recorded():
             return step(optimizer, *map(outside, args), **{k: outside(v) for k, v in kwargs.items()})
 
+    def meet(self, tensors: Iterable[Tensor]) -> None:
+        """Note tensors that a call is given, and optimizers whose weights it may update beside its own."""
+        self._weights += [*map(TensorWeakRef, tensors)]
+        living = {id(each): each for reference in self._weights if (each := reference()) is not None}
+        self._weights = [*map(TensorWeakRef, living.values())]
+        known = self._stepped()
+        self._others = WeakSet(each for each in stepped_optimizers() if each not in known)
+
+    def _stepped(self) -> list[Optimizer]:
+        """Return the optimizers that live."""
+        return [each for reference in self._references if (each := reference()) is not None]
+
     @contextmanager
-    def recorded(self, optimizer: Optimizer) -> Iterator[None]:
+    def recorded(self) -> Iterator[None]:
         """Context manager: a step, or the rest of a step, is recorded."""
-        self._refuse(optimizer)
-        if not self._has_begun:
-            adopt(optimizer)
-            self._has_begun = True
-        stop_packing(optimizer)  # state that captured steps have packed, or a checkpoint holds packed
-        remember_state(optimizer, object())
-        settle_replaced(optimizer)
-        self._look_at(optimizer)
-        self._without_state = [p for _, p in parameter_names(optimizer) if not has_state(optimizer, p)]
+        optimizers = self._stepped()
+        self._without_state = []
+        for optimizer in optimizers:
+            self._refuse(optimizer)
+            if not self._has_begun:
+                adopt(optimizer)
+            stop_packing(optimizer)  # state that captured steps have packed, or a checkpoint holds packed
+            remember_state(optimizer, object())
+            settle_replaced(optimizer)
+            self._without_state += [p for _, p in parameter_names(optimizer) if not has_state(optimizer, p)]
+        for other in self._others:
+            settle_replaced(other)
+        self._has_begun = True
+        self._steps += 1
+        self._look_at()
         self._has_compiled = False
         try:
             with (
@@ -366,15 +462,18 @@ class _Recording:
                 self._recorder.finish(successfully=True)
             for tensor in self._born:
                 note_new(tensor)
-            note_held(optimizer)  # a step may have replaced state
-            records.of(optimizer, Recorded).has_recorded = True
+            for optimizer in optimizers:
+                note_held(optimizer)  # a step may have replaced state
+                records.of(optimizer, Recorded).has_recorded = True
         except BaseException:
             self._recorder.finish(successfully=False)
-            forget_new_state(optimizer)
+            for optimizer in optimizers:
+                forget_new_state(optimizer)
             raise
         finally:
             self._born.clear()
-            note_step(optimizer)  # also of a step that failed half-way
+            for optimizer in (*optimizers, *self._others):
+                note_step(optimizer)  # also of a step that failed half-way
         self._steps_that_compiled = self._steps_that_compiled + 1 if self._has_compiled else 0
 
     def _refuse(self, optimizer: Optimizer) -> None:
@@ -391,15 +490,17 @@ class _Recording:
         except CollageError as refusal:
             raise_or_warn(optimizer, refusal, strict=self.request.strict)
         # A first step may make state. Later ones, and those after captured steps, find it.
-        self._steps += 1
-        if not self.is_for_one_step and (self._steps_that_compiled or self._steps <= 2):
+        if not self.is_for_one_step and (self._steps_that_compiled or self._steps < 2):
             self.request.backend.refuse_excess(optimizer)
 
-    def _look_at(self, optimizer: Optimizer) -> None:
-        """Note the optimizer's parameters and gradients."""
+    def _look_at(self) -> None:
+        """Note the parameters and gradients."""
         self._parameters.clear()
         self._roles.clear()
-        for _, parameter in parameter_names(optimizer):
+        weights = [each for reference in self._weights if (each := reference()) is not None]
+        stepped = (*self._others, *self._stepped())
+        of_optimizers = (p for each in stepped for _, p in parameter_names(each))
+        for parameter in (*weights, *of_optimizers):
             self._parameters[storage_of(parameter)] = parameter
             self._roles[id(parameter)] = "parameter"
             if parameter.grad is not None:
@@ -407,7 +508,7 @@ class _Recording:
                 if has_storage(parameter.grad):
                     self._roles[storage_of(parameter.grad)] = "gradient"  # of its data, or of all its buffer
 
-    def outside(self, optimizer: Optimizer, *, had_gradients: bool) -> Callable[[Any], Any]:
+    def outside(self, *, had_gradients: bool) -> Callable[[Any], Any]:
         """Wrap an argument of ``step``: a closure runs unrecorded, with gradients as outside the step."""
 
         def outside(argument: Any) -> Any:
@@ -423,7 +524,7 @@ class _Recording:
                 has_gradients = had_gradients or torch.is_grad_enabled()
                 with self._recorder.paused(), torch.set_grad_enabled(has_gradients):
                     result = argument(*args, **kwargs)
-                self._look_at(optimizer)
+                self._look_at()
                 return result
 
             return closure
@@ -432,9 +533,9 @@ class _Recording:
 
     def _is_new_state(self, tensor: Tensor) -> bool:
         """Return whether a tensor is state of a parameter that had no state before this step."""
-        optimizer = self._optimizer()
-        return optimizer is not None and any(
+        return any(
             each is tensor
+            for optimizer in self._stepped()
             for parameter in self._without_state
             for _, each in state_tensors(optimizer.state.get(parameter))
         )
@@ -444,9 +545,8 @@ class _Recording:
         return self._parameters.get(storage)
 
     def _known(self) -> dict[int, KnownTensor]:
-        """Return the tensors that the optimizer holds, by ``id``."""
-        optimizer = self._optimizer()
-        return {} if optimizer is None else known_tensors({"self": optimizer})
+        """Return the tensors that the optimizers hold, by ``id``."""
+        return known_tensors({f"{type(each).__name__}_{i}": each for i, each in enumerate(self._stepped())})
 
     def _kind_of(self, tensor: Tensor, is_written: bool) -> Any:
         """Return facts about a tensor that compiled code depends on; note its role in the step."""
@@ -480,7 +580,7 @@ class _Recording:
         if not self._has_compiled:
             self._progress.enter_context(show_progress(self._label))
         self._has_compiled = True
-        module.meta[RECORDING] = RecordedPart(self.reason, not self.is_for_one_step)
+        module.meta[RECORDING] = RecordedPart(self.reason, not self.is_for_one_step, self._stepped)
         compiled: Callable[..., Any] = self.request.backend(module, arguments, **self.request.keywords)
         return compiled
 

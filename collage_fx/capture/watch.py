@@ -18,9 +18,12 @@ nothing in a step that is compiled already:
   catches what eager torch raises (:func:`record_instead`), and where a step may ask for classes that Dynamo
   does not see (:func:`_record_if_classes_matter`). If Python is in the middle of that very step, the function
   and the rest of the step are recorded (``recording.beginning_here``): what came before was compensated, as
-  a step of torch.optim that the step calls. Steps that torch has not wrapped cannot be recorded, and the
-  break is refused. A break in the closure of a step of torch.optim, or
-  outside of the methods of an optimizer, leaves the update whole. (Dynamo can be made to resume loops after a
+  a step of torch.optim that the step calls. So are steps that torch has not wrapped, and functions of no
+  optimizer that update weights in lines of their own (``updates.py``), if Dynamo leaves them to Python and
+  they are called without gradients: from the break to the end of the call of what ``torch.compile`` returned
+  (``recording.beginning_in_call``). With gradients they may differentiate, and are refused. A break in the
+  closure of a step of torch.optim, or in a function that updates nothing itself, leaves the update whole.
+  (Dynamo can be made to resume loops after a
   break. It then reads the parameters of later iterations at the wrong index of an iterator: steps came out
   wrong without an error.)
 * *Reading a tensor's value* (``norm.item()``) would break the graph too; it is captured instead, unless the
@@ -55,7 +58,7 @@ from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from types import CodeType, FunctionType
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 from weakref import WeakSet
 
 import torch
@@ -79,7 +82,9 @@ from collage_fx.capture.recorder import is_recording
 from collage_fx.capture.recording import (
     Recorded,
     Request,
+    beginning_again,
     beginning_here,
+    beginning_in_call,
     branches_on_values,
     is_recordable,
     is_recorded,
@@ -95,6 +100,7 @@ from collage_fx.capture.refusals import (
     refuse_unknown_torch,
 )
 from collage_fx.capture.thinning import rows_to_trace
+from collage_fx.capture.updates import line_that_updates, within_reach
 from collage_fx.errors import (
     CollageError,
     EagerStepError,
@@ -155,6 +161,7 @@ from collage_fx.torch_compat import (
     sharding_of,
     thinned_lists,
     trace_unfused,
+    traced_frame_variables,
     true_step,
     watch_conversions,
     wrapped_steps_on_the_stack,
@@ -291,7 +298,7 @@ def _at_trace(optimizer: Optimizer) -> Iterable[Place] | None:
     unpack_state(optimizer)
     _adopt(optimizer, strict=request.strict)
     _is_refused(optimizer, strict=request.strict)
-    _conversion.get().enter_context(_gradients_with_sizes(optimizer))
+    _conversion.get().contexts.enter_context(_gradients_with_sizes(optimizer))
     return scheduled_numbers(optimizer)
 
 
@@ -349,6 +356,8 @@ def _before_conversion(request: Request, code: CodeType, variables: Mapping[str,
     refuse_unknown_torch()
     if is_recording() or is_switch(code):
         raise RunEagerly(always=is_switch(code))
+    if (begin := beginning_again()) is not None:
+        raise RunRecorded(begin)
     # The optimizers that a function is about to step, if it is torch's wrapper around a step.
     for optimizer in optimizers_among(variables).values() if is_step_wrapper(code) else ():
         if switch(optimizer):
@@ -384,13 +393,25 @@ def _within_conversion(code: CodeType, variables: Mapping[str, Any]) -> Iterator
                     add_stand_ins(optimizer)
         if stepped is not None:
             stack.enter_context(show_progress(type(stepped).__name__, log=is_step_wrapper(code)))
-        token = _conversion.set(stack)
+        token = _conversion.set(_Conversion(stack, torch.is_grad_enabled()))
         stack.callback(_conversion.reset, token)
         yield
 
 
-#: Contexts to leave when this thread's conversion ends.
-_conversion: ContextVar[ExitStack] = ContextVar("_conversion")
+class _Conversion(NamedTuple):
+    """Conversion of a function.
+
+    Attributes:
+        contexts: contexts to leave when it ends.
+        has_gradients: whether the function is called with gradients enabled.
+    """
+
+    contexts: ExitStack
+    has_gradients: bool
+
+
+#: This thread's conversion.
+_conversion: ContextVar[_Conversion] = ContextVar("_conversion")
 
 
 @contextmanager
@@ -555,7 +576,10 @@ def _at_graph_break(code: CodeType, graph_break: GraphBreak) -> None:
 def _record_or_refuse(code: CodeType, graph_break: GraphBreak) -> None:
     """Record the optimizer whose update a graph break is in, or refuse it."""
     request, optimizer = _request_now(), graph_break.optimizer
-    if request is None or optimizer is None:
+    if request is None:
+        return
+    if optimizer is None:
+        _record_or_refuse_function(code, graph_break, request)
         return
     packs = request.backend.options.packs
     if not any(_is_of_concern(parameter, packs) for _, parameter in parameter_names(optimizer)):
@@ -565,7 +589,7 @@ def _record_or_refuse(code: CodeType, graph_break: GraphBreak) -> None:
     if _is_refused(optimizer, strict=request.strict):  # Dynamo may not have traced a line of the step
         return
     can_be_recorded = is_recordable(optimizer) and not is_being_stepped(optimizer)
-    if graph_break.is_around_a_step and not can_be_recorded:
+    if graph_break.is_around_a_step and not can_be_recorded and graph_break.left is None:
         return  # its own step is like any function that steps an optimizer
     if can_be_recorded:
         if not is_recorded(optimizer):
@@ -573,7 +597,8 @@ def _record_or_refuse(code: CodeType, graph_break: GraphBreak) -> None:
         if is_step_wrapper(code):
             raise RunEagerly
         return
-    if (begin := beginning_here(request, graph_break.reason)) is not None:
+    begin = beginning_here(request, graph_break.reason)
+    if (begin := begin or beginning_in_call(request, graph_break.reason, [optimizer])) is not None:
         raise RunRecorded(begin)
     refusal = GraphBreakError(
         f"Dynamo cannot capture the step of {type(optimizer).__name__}, and would run a part "
@@ -587,6 +612,32 @@ def _record_or_refuse(code: CodeType, graph_break: GraphBreak) -> None:
     if request.strict:
         forget_new_state(optimizer)
     raise_or_warn(optimizer, refusal, strict=request.strict)
+
+
+def _record_or_refuse_function(code: CodeType, graph_break: GraphBreak, request: Request) -> None:
+    """Record, or refuse, a function that Python is to run, if lines of its own update weights.
+
+    What it calls is compiled. A function that may differentiate is not recorded.
+    """
+    if graph_break.left is None or (line := line_that_updates(code)) is None:
+        return
+    optimizers, weights = within_reach(traced_frame_variables())
+    held = [p for each in optimizers for _, p in parameter_names(each)]
+    packs = request.backend.options.packs
+    if not any(_is_of_concern(each, packs) for each in (*held, *weights)):
+        return
+    if not _conversion.get().has_gradients:
+        begin = beginning_in_call(request, graph_break.reason, optimizers, weights)
+        if begin is not None:
+            raise RunRecorded(begin)
+    refusal = GraphBreakError(
+        f"Dynamo cannot capture {code.co_name}, and would run its updates of weights eagerly, without error "
+        f"terms: {graph_break.reason}",
+        where=f"{code.co_filename}:{line} in {code.co_name}",
+        remedy=f"move the lines that update weights to a function that {code.co_name} calls, which is then "
+        f"captured by itself; or put @torch.no_grad() before {code.co_name}, if it differentiates nothing",
+    )
+    raise_or_warn(code, refusal, strict=request.strict)
 
 
 def _is_of_concern(parameter: Tensor, packs: bool) -> bool:

@@ -2,13 +2,13 @@
 
 from collage_fx.state.checkpoint import (
     adopt,
+    adopted_by_storage,
     carry_along,
     forget_compiled,
     is_adopted,
     load_flat,
     note_compiled,
     note_eager_step,
-    storages_of_adopted,
     times_loaded,
 )
 from collage_fx.state.error_terms import (
@@ -21,6 +21,7 @@ from collage_fx.state.error_terms import (
     full_value,
     hand_over,
     has_error_terms,
+    is_same_memory,
     note_new,
     packed_format,
     record_of,
@@ -50,5 +51,6 @@ from collage_fx.state.replaced_state import (
     note_step,
     noting_steps,
     settle_replaced,
+    stepped_optimizers,
 )
 from collage_fx.state.safetensors_file import SafetensorsFile, write_safetensors

@@ -130,6 +130,7 @@ from collage_fx.state.error_terms import (
 )
 from collage_fx.state.fingerprints import BYTES, ROWS, chunk_on, fingerprint, number_in, table_of
 from collage_fx.state.optimizers import (
+    KnownTensor,
     known_tensors,
     optimizers_among,
     parameter_names,
@@ -746,16 +747,18 @@ def is_adopted(optimizer: Optimizer) -> bool:
     return records.of(optimizer, _Files).is_adopted
 
 
-def storages_of_adopted() -> set[int]:
-    """Return the storages of the low-precision parameters and states of all adopted optimizers.
+def adopted_by_storage() -> dict[int, list[KnownTensor]]:
+    """Map storages to the low-precision parameters and states of all adopted optimizers that lie in them.
 
     Packed state has no memory of its own, and would be unpacked.
     """
+    found: dict[int, list[KnownTensor]] = {}
     adopted = (each for each, files in records.all_of(_Files) if files.is_adopted)
-    held = (known for each in adopted for known in known_tensors({"self": each}).values())
-    low = (known.tensor for known in held if known.role is not Role.GRADIENT)
-    pieces = (local_tensor(each) for each in low if is_low_precision(each.dtype) and not is_packed(each))
-    return {storage_of(piece) for piece in pieces if has_storage(piece)}
+    for known in (known for each in adopted for known in known_tensors({"self": each}).values()):
+        is_low = known.role is not Role.GRADIENT and is_low_precision(known.tensor.dtype)
+        if is_low and not is_packed(known.tensor) and has_storage(piece := local_tensor(known.tensor)):
+            found.setdefault(storage_of(piece), []).append(known)
+    return found
 
 
 def _register(optimizer: Optimizer) -> None:

@@ -349,10 +349,10 @@ def _in_memory_of(tensor: Tensor) -> ErrorTermRecord | None:
     by_region: dict[Hashable, ErrorTermRecord] = _BY_STORAGE.get(tensor.untyped_storage(), {})
     found = by_region.get(_region(tensor))
     owner = None if found is None else found.owner()
-    return found if owner is None or _is_same_memory(local_tensor(owner), tensor) else None
+    return found if owner is None or is_same_memory(local_tensor(owner), tensor) else None
 
 
-def _is_same_memory(one: Tensor, other: Tensor) -> bool:
+def is_same_memory(one: Tensor, other: Tensor) -> bool:
     """Return whether two tensors are the same region of the same storage."""
     return has_storage(one) and storage_of(one) == storage_of(other) and _region(one) == _region(other)
 
@@ -699,7 +699,7 @@ def _terms_in_memory_of(tensor: Tensor) -> tuple[Tensor, ...]:
         owner, begin = record.owner(), max(start, first)
         count = min(start + math.prod(size), first + length) - begin
         whole = piece.as_strided(size, stride, start)
-        is_of_memory = owner is None or _is_same_memory(local_tensor(owner), whole)
+        is_of_memory = owner is None or is_same_memory(local_tensor(owner), whole)
         if dtype != piece.dtype or count <= 0 or not is_of_memory or not record.format.keeps_error:
             continue
         buffers = [each for each in record.auxiliaries if each.dim()]

@@ -229,6 +229,11 @@ def noting_steps(
     return noting if references or written else step
 
 
+def stepped_optimizers() -> list[Optimizer]:
+    """Return all optimizers that have been stepped with error terms."""
+    return [optimizer for optimizer, _ in records.all_of(_Held)]
+
+
 def format_before(name: str, optimizer: Optimizer) -> ErrorFormat | None:
     """Return the error format of a named tensor at the last snapshot; None without error terms."""
     held = records.find(optimizer, _Held)

@@ -107,6 +107,7 @@ try:
         is_traced_without_wrapper,
         optimizer_being_stepped,
         original_class,
+        running_call,
         true_step,
         variables_on_the_stack,
         wrapped_steps_on_the_stack,

@@ -7,11 +7,14 @@ import inspect
 import sys
 from collections.abc import Callable, Container, Iterator, Mapping
 from types import CodeType, FunctionType, MethodType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
-RELIED_ON = ("torch._dynamo.eval_frame:_TorchDynamoContext.__call__ has callback, fn, compile_wrapper",)
+RELIED_ON = (
+    "torch._dynamo.eval_frame:_TorchDynamoContext.__call__ has callback, fn, compile_wrapper, cleanups, "
+    "result",
+)
 
 
 def optimizer_being_stepped() -> torch.optim.Optimizer | None:
@@ -130,6 +133,51 @@ def compiled_callables_on_the_stack() -> Iterator[tuple[Callable[..., Any], Any]
             elif frame.f_code.co_name == "_fn":
                 return
         frame = frame.f_back
+
+
+class RunningCall(NamedTuple):
+    """Call of a callable that ``torch.compile`` returned.
+
+    Attributes:
+        compiler: object that identifies the call of ``torch.compile``.
+        name: name of its function.
+        arguments: what it is called with.
+        cleanups: functions that are called, the last one last, when it ends.
+        has_returned: returns, in them, whether it ends without an exception.
+    """
+
+    compiler: Any
+    name: str
+    arguments: list[Any]
+    cleanups: list[Callable[[], None]]
+    has_returned: Callable[[], bool]
+
+
+def running_call() -> RunningCall | None:
+    """Return the innermost call of a compiled callable that Python is in; None if it is in none."""
+    frame: Any = sys._getframe()
+    while frame is not None and (
+        frame.f_code.co_filename != inspect.getfile(torch._dynamo.eval_frame)
+        or not {"callback", "cleanups"} <= frame.f_locals.keys()
+    ):
+        frame = frame.f_back
+    if frame is None:
+        return None
+    found = frame.f_locals
+    return RunningCall(
+        compiler_within(found["callback"]),
+        getattr(found["fn"], "__qualname__", "function"),
+        [*found["args"], *found["kwargs"].values()],
+        found["cleanups"],
+        lambda: "result" in frame.f_locals,
+    )
+
+
+def compiler_within(callback: Any) -> Any:
+    """Return the innermost of Dynamo's wrappers around a backend: each ``torch.compile`` creates its own."""
+    while (inner := getattr(callback, "__dict__", {}).get("_torchdynamo_orig_backend")) is not None:
+        callback = inner
+    return callback
 
 
 def compiled_callables_within(function: Any) -> list[tuple[Callable[..., Any], Any]]:

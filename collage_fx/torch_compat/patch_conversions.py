@@ -33,6 +33,7 @@ from collage_fx.torch_compat.dynamo_trace import (
 )
 from collage_fx.torch_compat.optim_frames import (
     codes_of,
+    compiler_within,
     is_in_torchs_optimizer,
     optimizer_being_stepped,
     optimizer_of_method,
@@ -184,7 +185,7 @@ def watch_conversions(watch: Watch) -> None:
             whole = isinstance(again, TraceWhole)
         else:
             if converted is not None and converted.guarded_code is not None:
-                watch.after(request, _compiler_of(convert), code, variables)
+                watch.after(request, compiler_within(convert), code, variables)
             return converted
         # Here no reference to the abandoned trace, or to state created in it, is left.
         token = tracing_whole.set(whole or tracing_whole.get())
@@ -207,13 +208,6 @@ def watch_conversions(watch: Watch) -> None:
         return convert_frame_assert
 
     CONVERSIONS.install(converting)
-
-
-def _compiler_of(callback: Any) -> Any:
-    """Return the innermost of Dynamo's wrappers around a backend: each ``torch.compile`` creates its own."""
-    while (inner := getattr(callback, "__dict__", {}).get("_torchdynamo_orig_backend")) is not None:
-        callback = inner
-    return callback
 
 
 class _Watched:
@@ -343,14 +337,16 @@ def compiling() -> Iterator[None]:
 def _may_update(code: CodeType, variables: Mapping[str, Any]) -> bool:
     """Return whether a function is an optimizer's method, or the rest of a function after a graph break.
 
-    Or ``torch.compile`` was given the method of an object that holds an optimizer. Dynamo runs a function
-    eagerly if it finds no tensor in its variables, and it does not look into objects. For torch's wrapper
-    around ``step``, which does not touch tensors, that is allowed.
+    Or a method of an object that holds optimizers or parameters. Dynamo runs a function eagerly if it finds
+    no tensor in its variables, and it does not look into objects. For torch's wrapper around ``step``, which
+    does not touch tensors, that is allowed.
     """
     is_method = optimizer_of_method(code, variables) is not None and not is_in_torchs_optimizer(code)
-    holder = variables.get(code.co_varnames[0]) if code in _given and code.co_varnames else None
-    held = pytree.tree_leaves(list(getattr(holder, "__dict__", {}).values()))
-    is_holders = any(isinstance(each, Optimizer) for each in held)
+    holder = variables.get(code.co_varnames[0]) if code.co_varnames else None
+    is_own = hasattr(type(holder), code.co_name) and not isinstance(holder, Optimizer)
+    holds = code in _given or is_own
+    held = pytree.tree_leaves(list(getattr(holder, "__dict__", {}).values())) if holds else []
+    is_holders = any(isinstance(each, Optimizer | torch.nn.Parameter) for each in held)
     return is_method or is_holders or code.co_name.startswith(TORCH_DYNAMO_RESUME_IN_PREFIX)
 
 
@@ -413,7 +409,7 @@ def handle_stances(
                 return None
             if not callback:
                 return original(callback)
-            before_call(_compiler_of(callback))
+            before_call(compiler_within(callback))
             chosen = original(callback)
             if chosen is callback and not dynamo_config.disable:
                 return chosen

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 import sysconfig
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import filterfalse
 from pathlib import Path
@@ -54,6 +54,7 @@ class GraphBreak:
         is_around_a_step: whether it is torch.optim's own break around the step of an inner optimizer.
         reason: Dynamo's reason, in a sentence or two.
         where: file, line and function.
+        left: variables of the function, if Python runs the rest of it, but not what it calls; else None.
     """
 
     optimizer: torch.optim.Optimizer | None
@@ -61,6 +62,7 @@ class GraphBreak:
     is_around_a_step: bool
     reason: str
     where: str
+    left: Mapping[str, Any] | None
 
 
 def watching_graph_breaks(
@@ -76,7 +78,9 @@ def watching_graph_breaks(
     def watching(original: Callable[..., None]) -> Callable[..., None]:
         def watched(self: Any, code_options: Any, reason: str, exc: Any) -> None:
             if not _is_torchs_own(self.f_code, exc):
-                watch(self.f_code, _describe_graph_break(self, exc))
+                # Dynamo resumes after a break, unless it is in a loop or in some blocks.
+                rest = self.f_locals if "kipping the " in str(reason) else None
+                watch(self.f_code, _describe_graph_break(self, exc, rest))
             original(self, code_options, reason, exc)
 
         return watched
@@ -100,14 +104,14 @@ def _stack_of(cause: Any) -> list[Any]:
     return list(getattr(cause, "real_stack", None) or ())
 
 
-def _describe_graph_break(translator: Any, cause: Any) -> GraphBreak:
+def _describe_graph_break(translator: Any, cause: Any, left: Mapping[str, Any] | None) -> GraphBreak:
     stack = _stack_of(cause)
     lines = [line.strip() for line in str(getattr(cause, "msg", cause)).splitlines() if line.strip()]
     explained = [line.removeprefix("Explanation: ") for line in lines[:2]]
     where = next(map(_place, filterfalse(_is_internal, reversed(stack))), translator.f_code.co_name)
     reason = ". ".join(explained)
     stepped_by = _optimizer_stepped_by(translator, stack, reason)
-    return GraphBreak(*stepped_by, _is_called_by_torchs_optimizer(cause), reason, where)
+    return GraphBreak(*stepped_by, _is_called_by_torchs_optimizer(cause), reason, where, left)
 
 
 def _place(entry: Any) -> str:

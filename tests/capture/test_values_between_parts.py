@@ -435,6 +435,79 @@ def test_a_function_that_reads_detached_weights_too_early_says_so(
         assert float((full_value(each) - meant).norm() / (meant - start).norm()) < ALLOWED
 
 
+# Views of weights that are given to functions. --------------------------------------------------------------
+
+VIEWS: dict[str, Callable[[Tensor], Tensor]] = {
+    "rows": lambda p: p.detach()[1:],
+    "rows of data": lambda p: p.data[1:],
+    "rows, detached": lambda p: p[1:].detach(),
+    "flat": lambda p: p.detach().view(-1),
+    "transposed": lambda p: p.detach().t(),
+    "whole": lambda p: p.detach(),
+}
+
+
+def over_views(
+    params: Parameters, view: Callable[[Tensor], Tensor], *, outside: bool, writes: bool, compensate: bool
+) -> Step:
+    """Take values of views, step, and go half of the way back, in views that are taken outside or inside."""
+    optimizer = SGD(params, lr=LR)
+
+    @torch.no_grad()
+    def take(given: list[Tensor]) -> list[Tensor]:
+        return [(each if outside else view(each)).clone() for each in given]
+
+    @torch.no_grad()
+    def back(given: list[Tensor], at: list[Tensor]) -> None:
+        for each, s in zip(given, at, strict=True):
+            (each if outside and writes else view(each)).lerp_(s, 0.5)
+
+    taken, bring, backend = take, back, CollageBackend()
+    if compensate:
+        taken, bring = (torch.compile(each, backend=backend) for each in (take, back))  # type: ignore[assignment]
+        install(optimizer, backend=backend)
+
+    def given() -> list[Tensor]:
+        return [view(p) for p in params] if outside else [*params]
+
+    def step() -> None:
+        at = taken(given())
+        optimizer.step()
+        bring(given() if writes else [*params], at)
+
+    return step
+
+
+@pytest.mark.filterwarnings("error:collage_fx")
+@pytest.mark.parametrize("writes", [False, True], ids=["read", "written"])
+@pytest.mark.parametrize("name", VIEWS)
+def test_views_that_are_given_to_functions_are_refused_and_the_remedy_works(name: str, writes: bool) -> None:
+    def make(params: Parameters, compensate: bool, *, outside: bool = False) -> Step:
+        matrices = [p for p in params if p.dim() == 2]
+        return over_views(matrices, VIEWS[name], outside=outside, writes=writes, compensate=compensate)
+
+    if name == "whole":
+        assert errors(lambda params, compensate: make(params, compensate, outside=True)) < ALLOWED
+        return
+    low = parameters(shapes=SHAPES)
+    set_gradients(low)
+    with pytest.raises(UncompensatedParameterError, match=r"reads or writes a view(.|\n)*params\[0\]"):
+        make(low, compensate=True, outside=True)()
+    torch._dynamo.reset()
+    assert errors(make) < ALLOWED
+
+
+def test_numbers_of_views_are_left_to_the_program() -> None:
+    """A norm of a view for a log changes no weight."""
+    params = parameters(shapes=SHAPES)
+    set_gradients(params)
+    optimizer = install(SGD(params, lr=LR))
+    optimizer.step()
+    norm = torch.compile(lambda rows: rows.float().norm(), backend=CollageBackend())
+    rows = params[0].detach()[1:]
+    assert float(norm(rows)) == pytest.approx(float(rows.float().norm()), rel=2**-8)
+
+
 # 16-bit values on the way to a float32 state. ---------------------------------------------------------------
 
 

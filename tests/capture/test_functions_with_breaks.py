@@ -1,0 +1,335 @@
+"""Functions and methods that Dynamo leaves to Python, which step optimizers and update weights themselves."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch.optim import SGD, AdamW
+
+from collage_fx import CollageBackend, full_value
+from collage_fx.errors import GraphBreakError
+from tests.support.training import Descent, parameters, set_gradients
+from tests.support.warned import warned
+
+Parameters = list[torch.nn.Parameter]
+Step = Callable[[], Any]
+
+#: So small that plain bf16 loses nearly all of an update.
+LR = 1e-4
+STEPS = 6
+#: Largest error |p - p64| / |p64 - p0| of compensated steps; plain bf16 has about 1.
+COMPENSATED = 0.02
+SHAPES = ((8, 6), (5,), (6, 4))
+
+
+class Plain:
+    """No Optimizer, and no method that names a tensor."""
+
+    def __init__(self, params: Any, lr: float = LR) -> None:
+        self.params, self.lr = list(params), lr
+
+    @torch.no_grad()
+    def step(self) -> None:
+        for p in self.params:
+            p.sub_(p.grad.sign(), alpha=self.lr)
+
+
+class PlainBranching(Plain):
+    @torch.no_grad()
+    def step(self) -> None:
+        for p in self.params:
+            if p.grad.norm() > 0:
+                p -= self.lr * p.grad.sign()
+
+
+class Branching(Descent):
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for p in self.param_groups[0]["params"]:
+            if p.grad.norm() > 0:
+                p.add_(p.grad.sign(), alpha=-self.param_groups[0]["lr"])
+
+
+class Printing(Descent):
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        print(end="")
+        super().step()
+
+
+INNER: tuple[Any, ...] = (AdamW, SGD, Descent, Branching, Printing, Plain, PlainBranching)
+
+
+def branching(params: Parameters) -> None:
+    for p in params:
+        if p.norm() < 1e9:
+            p.mul_(1 - LR)
+
+
+def printing(params: Parameters) -> None:
+    for p in params:
+        print(end="")
+        p.data = p.data * (1 - LR)
+
+
+def assigning(params: Parameters) -> None:
+    for p in params:
+        p *= 1 - LR  # type: ignore[misc]
+
+
+def of_lists(params: Parameters) -> None:
+    for part in (params[:1], params[1:]):
+        torch._foreach_mul_(tuple(part), 1 - LR)
+
+
+UPDATES: tuple[Callable[[Parameters], None], ...] = (branching, printing, assigning, of_lists)
+
+
+def function(
+    optimizers: Any, params: Parameters, update: Callable[[Parameters], None], *, first: bool
+) -> Step:
+    """The update is in the function itself: its code, with the loop over optimizers before or after."""
+
+    @torch.no_grad()
+    def step_then_branch() -> None:
+        for each in optimizers:
+            each.step()
+        for p in params:
+            if p.norm() < 1e9:
+                p.mul_(1 - LR)
+
+    @torch.no_grad()
+    def step_then_assign() -> None:
+        for each in optimizers:
+            each.step()
+        for p in params:
+            p *= 1 - LR  # type: ignore[misc]
+
+    @torch.no_grad()
+    def update_then_step() -> None:
+        for p in params:
+            p.data = p.data * (1 - LR)
+        for each in optimizers:
+            print(end="")
+            each.step()
+
+    @torch.no_grad()
+    def step_and_call() -> None:
+        for each in optimizers:
+            each.step()
+            print(end="")
+        update(params)
+
+    if first:
+        return update_then_step
+    if update is branching:
+        return step_then_branch
+    return step_then_assign if update is assigning else step_and_call
+
+
+class Holder:
+    """Method of an object that is no optimizer."""
+
+    def __init__(self, optimizers: Any, params: Parameters) -> None:
+        self.optimizers, self.params = optimizers, params
+
+    @torch.no_grad()
+    def step(self) -> None:
+        for each in self.optimizers:
+            each.step()
+        for p in self.params:
+            p.mul_(1 - LR)
+
+
+def drawn(seed: int) -> Callable[[Parameters], Step]:
+    draw = random.Random(seed)
+    kinds = [draw.choice(INNER) for _ in SHAPES]
+    update, first, in_method = draw.choice(UPDATES), draw.random() < 0.3, draw.random() < 0.3
+
+    def make(params: Parameters) -> Step:
+        optimizers = [kind([p], lr=LR) for kind, p in zip(kinds, params, strict=True)]
+        if in_method:
+            return Holder(optimizers, params).step
+        return function(optimizers, params, update, first=first)
+
+    return make
+
+
+def error(make: Callable[[Parameters], Step], compiled: Callable[[Step], Step], steps: int = STEPS) -> float:
+    start = [p.detach().double() for p in parameters(shapes=SHAPES)]
+    ends = []
+    for dtype in (torch.bfloat16, torch.float64):
+        params = parameters(shapes=SHAPES)
+        for p in params if dtype is torch.float64 else ():
+            p.data = p.data.double()
+        step = make(params) if dtype is torch.float64 else compiled(make(params))
+        for seed in range(steps):
+            set_gradients(params, seed)
+            step()
+        ends.append([full_value(p).double() for p in params])
+    return max(float((a - b).norm() / (b - c).norm()) for a, b, c in zip(*ends, start, strict=True))
+
+
+def compiled(step: Step) -> Step:
+    return torch.compile(step, backend=CollageBackend())
+
+
+@pytest.mark.filterwarnings("error:collage_fx")
+@pytest.mark.parametrize("seed", range(12))
+def test_drawn_functions_are_compensated(seed: int) -> None:
+    assert error(drawn(seed), compiled) < COMPENSATED
+
+
+def stepping(kinds: Any) -> Callable[[Parameters], Step]:
+    return lambda params: function(
+        [k([p], lr=LR) for k, p in zip(kinds, params, strict=True)], params, branching, first=False
+    )
+
+
+@pytest.mark.filterwarnings("error:collage_fx")
+@pytest.mark.parametrize("kind", INNER)
+def test_steps_in_a_loop_and_then_an_update(kind: Any) -> None:
+    assert error(stepping([kind] * 3), compiled) < COMPENSATED
+
+
+def test_steps_alone_of_what_is_no_optimizer() -> None:
+    """The function that Python runs updates nothing, and the method that it calls names no tensor."""
+
+    def make(params: Parameters) -> Step:
+        inner = [PlainBranching([p]) for p in params]
+
+        def step() -> None:
+            for each in inner:
+                each.step()
+
+        return step
+
+    assert error(make, compiled) < COMPENSATED
+
+
+def test_later_calls_compile_nothing() -> None:
+    params, backend, graphs = parameters(shapes=SHAPES), CollageBackend(), []
+    step = torch.compile(stepping([AdamW, Branching, Plain])(params), backend=backend)
+    for seed in range(5):
+        set_gradients(params, seed)
+        step()
+        graphs.append(len(backend.report().graphs))
+    assert graphs[2:] == graphs[2:3] * 3
+
+
+def test_an_exception_ends_the_recording() -> None:
+    params, fails = parameters(shapes=SHAPES), [True]
+
+    @torch.no_grad()
+    def step() -> None:
+        for p in params:
+            if p.norm() < 1e9:
+                p.mul_(1 - LR)
+        if fails[0]:
+            raise KeyError("on purpose")
+
+    run, before = compiled(step), [full_value(p) for p in params]
+    for _ in range(2):
+        with pytest.raises(KeyError, match="on purpose"):
+            run()
+        assert torch.is_grad_enabled()
+        assert bool((torch.ones(2) + 1 == 2).all()), "operations are executed"
+    fails[0] = False
+    try:
+        raise ValueError
+    except ValueError:
+        run()  # the exception that is being handled is not the function's
+    assert not any(torch.equal(full_value(p), value) for p, value in zip(params, before, strict=True))
+
+
+# -- functions that may differentiate
+
+
+def with_gradients(params: Parameters, *, by_function: bool) -> Step:
+    optimizers = [AdamW([p], lr=LR) for p in params]
+
+    @torch.no_grad()
+    def decay() -> None:
+        for p in params:
+            p.mul_(1 - LR)
+
+    def step_and_decay() -> None:
+        for each in optimizers:
+            each.step()
+        with torch.no_grad():
+            for p in params:
+                p.mul_(1 - LR)
+
+    def step_and_call() -> None:
+        for each in optimizers:
+            each.step()
+        decay()
+
+    return step_and_call if by_function else step_and_decay
+
+
+def test_a_function_that_may_differentiate_is_refused_and_the_remedies_work() -> None:
+    params = parameters(shapes=SHAPES)
+    set_gradients(params)
+    before = [full_value(p) for p in params]
+    with pytest.raises(GraphBreakError, match=r"step_and_decay") as refusal:
+        compiled(with_gradients(params, by_function=False))()
+    text = str(refusal.value)
+    assert f"{__file__}:{line_of('p.mul_(1 - LR)', after='def step_and_decay')} in step_and_decay" in text
+    assert "move the lines that update weights to a function" in text
+    assert "@torch.no_grad()" in text
+    assert all(torch.equal(full_value(p), value) for p, value in zip(params, before, strict=True))
+    assert error(lambda params: with_gradients(params, by_function=True), compiled) < COMPENSATED
+
+    def decorated(params: Parameters) -> Step:
+        return torch.no_grad()(with_gradients(params, by_function=False))
+
+    assert error(decorated, compiled) < COMPENSATED
+
+
+def line_of(statement: str, after: str) -> int:
+    with open(__file__, encoding="utf-8") as file:
+        lines = [line.strip() for line in file]
+    start = next(i for i, line in enumerate(lines) if line.startswith(after))
+    return lines.index(statement, start) + 1
+
+
+def test_a_backend_that_is_not_strict_warns() -> None:
+    params = parameters(shapes=SHAPES)
+    set_gradients(params)
+    step = torch.compile(with_gradients(params, by_function=False), backend=CollageBackend(strict=False))
+    assert any("would run its updates of weights eagerly" in each for each in warned(step))
+
+
+def test_a_function_that_trains_and_updates_nothing_itself_is_left_alone() -> None:
+    """It is differentiated, its gradients and its numbers change, and only the steps update weights."""
+
+    def make(params: Parameters) -> Step:
+        optimizer = SGD(params, lr=LR)
+
+        def train() -> float:
+            total = 0.0
+            for i in range(2):
+                for p in params:
+                    if p.grad is not None:
+                        p.grad.zero_()
+                loss = torch.stack([((p + i) ** 2).sum() for p in params]).sum()
+                loss.backward()
+                total += loss.item()
+                optimizer.step()
+            return total
+
+        return train
+
+    assert error(make, compiled, steps=2) < COMPENSATED
+
+
+@pytest.fixture(autouse=True)
+def _fresh() -> Iterator[None]:
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
