@@ -19,8 +19,7 @@ import traceback
 import warnings
 from typing import Any
 
-from collage_fx import records
-from collage_fx.torch_compat import Refused
+from collage_fx.torch_compat import Refused, records
 
 
 class CollageError(Refused, RuntimeError):

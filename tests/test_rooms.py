@@ -27,21 +27,19 @@ TOOLS = ROOT.parent / "collage_tools"
 LAW: dict[str, set[str]] = {
     "choices": set(),
     "clock": set(),
-    "records": set(),
-    "torch_compat": {"records"},
+    "torch_compat": set(),
     "numerics": set(),
-    "errors": {"records", "torch_compat"},
+    "errors": {"torch_compat"},
     "graph": {"choices", "torch_compat", "numerics", "errors"},
     "passes": {"graph", "numerics"},
     "pipeline": {"choices", "passes", "graph", "errors"},
     "options": {"choices", "pipeline", "graph", "numerics", "errors"},
     "codegen": {"torch_compat", "numerics", "graph"},
-    "state": {"choices", "records", "torch_compat", "numerics", "errors", "graph", "codegen"},
+    "state": {"choices", "torch_compat", "numerics", "errors", "graph", "codegen"},
     "runtime": {"torch_compat", "numerics", "errors", "graph", "codegen", "state"},
     "metrics": {"torch_compat", "numerics", "errors", "graph", "state", "runtime"},
     "capture": {
         "clock",
-        "records",
         "torch_compat",
         "numerics",
         "errors",
@@ -68,8 +66,8 @@ LAW["backend"] = {*LAW} - {"passes"}
 LAW["install"] = {*LAW} - {"passes"}
 LAW["wings.gradient_release"] = {*LAW} - {"passes"}
 LAW["wings.offload"] = {*LAW} - {"passes"}
-LAW["wings.weight_changes"] = {"choices", "records", "torch_compat", "errors", "codegen", "state"}
-LAW["wings.full_precision"] = {"records", "torch_compat", "numerics", "errors", "graph", "state"}
+LAW["wings.weight_changes"] = {"choices", "torch_compat", "errors", "codegen", "state"}
+LAW["wings.full_precision"] = {"torch_compat", "numerics", "errors", "graph", "state"}
 LAW["optim"] = {room for room in LAW if not room.startswith(("passes", "wings."))}
 LAW["tools"] = LAW["optim"]
 LAW["integrations"] = LAW["tools"] - {"capture", "torch_compat"} | {"wings.gradient_release"}
@@ -628,9 +626,9 @@ def test_every_patch_is_listed() -> None:
 
 # What is known of the program's objects is in their records; a feature is a wing. -------------------------
 
-#: Tables of a process, and why they are no parts of a record: Note [Records] in ``records.py``.
+#: Tables of a process, and why they are no parts of a record: Note [Records] in ``torch_compat/records.py``.
 TABLES = {
-    ("records.py", "_PARTS"): "the records",
+    ("torch_compat/records.py", "_PARTS"): "the records",
     ("state/error_terms.py", "_BY_OBJECT"): "error terms are found by tensor, and",
     ("state/error_terms.py", "_BY_STORAGE"): "by a region of its memory",
     ("capture/recorder.py", "_is_recording"): "of a thread: what runs now",
@@ -657,7 +655,7 @@ FEATURES = {
     r"offload": (4,),
     r"in_backward|gradient_release|GradientRelease": (9,),
     r"full_precision": (2,),
-    r"track_changes|changed_weights|[Cc]hanges\b|bitmap": (31, 18, 16),
+    r"track_changes|changed_weights|[Cc]hanges\b|bitmap": (31, 16),
     r"[Mm]etric|measured": (22, 20),
     r"[Dd]ither|phase": (27, 25),
     r"[Rr]ecord(ed|ing|er)\b": (23,),

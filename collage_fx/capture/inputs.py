@@ -11,10 +11,9 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule, Node
 
-from collage_fx import records
 from collage_fx.graph import InputInfo, Role
 from collage_fx.state import KnownTensor
-from collage_fx.torch_compat import aot_input_of, has_storage, sharding_of, storage_of, symbol_source
+from collage_fx.torch_compat import aot_input_of, has_storage, records, sharding_of, storage_of, symbol_source
 
 
 class MadeInStep:

@@ -32,9 +32,8 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from collage_fx import records
 from collage_fx.state import has_state, parameter_names
-from collage_fx.torch_compat import gradient_dtype, local_tensor, original_class
+from collage_fx.torch_compat import gradient_dtype, local_tensor, original_class, records
 
 
 @dataclass

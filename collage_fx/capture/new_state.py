@@ -8,8 +8,8 @@ from typing import Any
 
 from torch.optim import Optimizer
 
-from collage_fx import records
 from collage_fx.state import has_state
+from collage_fx.torch_compat import records
 
 
 @dataclass
@@ -17,7 +17,7 @@ class _BeforeTrace:
     """State that an optimizer had before it was last traced: a part of its record.
 
     Attributes:
-        trace: what tells this trace from others.
+        trace: mark that tells this trace from others.
         known: ``id`` of each key that had state.
     """
 

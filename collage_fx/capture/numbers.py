@@ -35,21 +35,20 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from collage_fx import records
 from collage_fx.graph import OPERATORS, composite_of, facts_of, foreach_calls, foreach_name, foreach_rule
 from collage_fx.state import carry_along
-from collage_fx.torch_compat import Place, functional_decompositions, pytree, schema_of
+from collage_fx.torch_compat import Place, functional_decompositions, pytree, records, schema_of
 
 Decomposition = Callable[..., Any]
 
 
 @dataclass(eq=False)
 class _Numbers:
-    """What is known of the numbers in an optimizer's groups: a part of its record.
+    """Facts about the numbers in an optimizer's groups: a part of its record.
 
     Attributes:
         first: the numbers when its step was first traced.
-        changed: where numbers have changed according to what it has loaded.
+        changed: where numbers have changed according to its checkpoint.
     """
 
     first: dict[Place, float] | None = None
@@ -92,7 +91,7 @@ def _changed_numbers(optimizer: Optimizer) -> list[Place] | None:
 
 
 def _note_changed(optimizer: Optimizer, places: Sequence[Place]) -> None:
-    """Note where numbers have changed according to what an optimizer has loaded."""
+    """Note where numbers have changed according to an optimizer's checkpoint."""
     records.of(optimizer, _Numbers).changed = places
 
 

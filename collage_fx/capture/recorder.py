@@ -39,7 +39,6 @@ from torch import Tensor
 from torch.fx.node import map_aggregate
 from torch.utils.weak import TensorWeakRef
 
-from collage_fx import records
 from collage_fx.capture.compiled import Compiled, CompileGraph, compiled_for
 from collage_fx.capture.inputs import MadeInStep
 from collage_fx.capture.segment import (
@@ -64,6 +63,7 @@ from collage_fx.torch_compat import (
     is_held_by_torch,
     is_wrapper_class,
     pytree,
+    records,
     storage_of,
     without_modes,
 )

@@ -19,7 +19,6 @@ from torch.optim import Optimizer
 from torch.overrides import TorchFunctionMode
 from torch.utils.weak import TensorWeakRef
 
-from collage_fx import records
 from collage_fx.capture.inputs import BornInStep, MadeInStep, SpanningClosure
 from collage_fx.capture.new_state import forget_new_state, remember_state
 from collage_fx.capture.progress import show_progress
@@ -50,6 +49,7 @@ from collage_fx.torch_compat import (
     has_storage,
     is_step_wrapper,
     pytree,
+    records,
     reroute_step,
     run_unfused,
     running_call,
@@ -126,7 +126,7 @@ class RecordedPart(NamedTuple):
 
 @dataclass(eq=False)
 class Recorded:
-    """What is known of an optimizer's recorded steps: a part of its record.
+    """Facts about an optimizer's recorded steps: a part of its record.
 
     Attributes:
         has_recorded: whether a step has been recorded.

@@ -65,7 +65,6 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from collage_fx import records
 from collage_fx.capture.members import (
     add_stand_ins,
     all_come_and_go,
@@ -158,6 +157,7 @@ from collage_fx.torch_compat import (
     is_traced_without_wrapper,
     keep_sizes,
     own_step,
+    records,
     sharding_of,
     thinned_lists,
     trace_unfused,
@@ -207,7 +207,7 @@ class _ReadForward:
 
 @dataclass(eq=False)
 class _Asked:
-    """What has been asked for an optimizer's steps, and found of them: a part of its record.
+    """Requests for an optimizer's steps, and facts about them: a part of its record.
 
     Attributes:
         requested: request for compensated steps.
@@ -227,7 +227,7 @@ def _requested(optimizer: Optimizer | None) -> _Requested | None:
 
 
 def _request(optimizer: Optimizer, requested: _Requested) -> _Requested:
-    """Request compensated steps of an optimizer, unless they are requested; return the request."""
+    """Ask for compensated steps of an optimizer, unless somebody has; return the request."""
     asked = records.of(optimizer, _Asked)
     asked.requested = asked.requested or requested
     return asked.requested
@@ -410,7 +410,7 @@ class _Conversion(NamedTuple):
     has_gradients: bool
 
 
-#: This thread's conversion.
+#: Conversion in this thread.
 _conversion: ContextVar[_Conversion] = ContextVar("_conversion")
 
 

@@ -27,7 +27,7 @@ def dtype_of_indices(elements: int) -> torch.dtype:
 
 
 def differing_elements(values: Tensor, before: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the indices and the values of the elements of a vector whose bits are not those of a copy.
+    """Return the indices and values of the elements of a vector whose bits differ from a copy's.
 
     Args:
         values: contiguous vector on any device.

@@ -105,7 +105,6 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.utils.weak import TensorWeakRef
 
-from collage_fx import records
 from collage_fx.errors import CheckpointMismatchError
 from collage_fx.graph import Role
 from collage_fx.numerics import (
@@ -157,6 +156,7 @@ from collage_fx.torch_compat import (
     local_tensor,
     pytree,
     real_tensors,
+    records,
     sharding_of,
     storage_of,
     wrap_flat_states,
@@ -207,7 +207,7 @@ class _Load(NamedTuple):
 
 @dataclass(eq=False)
 class _Files:
-    """What is known of an optimizer's files: a part of its record.
+    """Facts about an optimizer's files: a part of its record.
 
     Attributes:
         is_adopted: whether it saves and loads error terms.

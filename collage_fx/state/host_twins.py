@@ -15,8 +15,7 @@ import torch
 from torch import Tensor
 from torch.utils.weak import TensorWeakRef
 
-from collage_fx import records
-from collage_fx.torch_compat import version_of
+from collage_fx.torch_compat import records, version_of
 
 
 @dataclass(eq=False)

@@ -30,7 +30,6 @@ from torch.nn import Module, Parameter
 from torch.optim import Optimizer
 from torch.utils.weak import TensorWeakRef
 
-from collage_fx import records
 from collage_fx.numerics import ErrorFormat, is_low_precision
 from collage_fx.state.claims import Claims, some
 from collage_fx.state.error_terms import (
@@ -49,6 +48,7 @@ from collage_fx.torch_compat import (
     is_wrapper,
     local_tensor,
     real_tensors,
+    records,
     sharding_of,
     wrap_loading_of_modules,
 )

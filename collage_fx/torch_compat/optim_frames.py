@@ -141,7 +141,7 @@ class RunningCall(NamedTuple):
     Attributes:
         compiler: object that identifies the call of ``torch.compile``.
         name: name of its function.
-        arguments: what it is called with.
+        arguments: values that it is called with.
         cleanups: functions that are called, the last one last, when it ends.
         has_returned: returns, in them, whether it ends without an exception.
     """

@@ -14,7 +14,7 @@ import torch
 from torch._dynamo.pgo import auto_dynamic
 from torch._dynamo.symbolic_convert import InstructionTranslator
 
-from collage_fx import records
+from collage_fx.torch_compat import records
 from collage_fx.torch_compat.dynamo_trace import output_being_traced
 from collage_fx.torch_compat.optim_frames import is_of_torch_optim, is_torchs_step
 from collage_fx.torch_compat.patch_graph_breaks import SHAPES_OF_BREAKS
@@ -191,7 +191,7 @@ def _return_counters(optimizer: torch.optim.Optimizer) -> None:
 
 @dataclass(eq=False)
 class _Traced:
-    """What Dynamo's traces have seen of an optimizer: a part of its record.
+    """Facts about Dynamo's traces of an optimizer: a part of its record.
 
     Attributes:
         is_for_us: whether it has been traced for a backend of ours.

@@ -15,7 +15,7 @@ from torch.utils import _pytree
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 from torch.utils._python_dispatch import _disable_current_modes
 
-from collage_fx import records
+from collage_fx.torch_compat import records
 
 RELIED_ON = (
     "torch:Tensor has _base, _make_wrapper_subclass, _use_count",

@@ -35,7 +35,6 @@ import torch
 from torch import Tensor, nn
 from torch.utils.weak import TensorWeakRef
 
-from collage_fx import records
 from collage_fx.errors import InvalidOptionError, UnsupportedTensorError
 from collage_fx.numerics import define_operator, is_low_precision
 from collage_fx.state import float32_value, has_error_terms
@@ -43,6 +42,7 @@ from collage_fx.torch_compat import (
     distributed_like,
     local_tensor,
     pytree,
+    records,
     sharding_of,
     storage_of,
     whole_tensor,

@@ -31,12 +31,11 @@ import torch
 from torch import Tensor
 from torch.nn import Module
 
-from collage_fx import records
 from collage_fx.choices import did_you_mean
 from collage_fx.codegen import differing_elements, dtype_of_indices
 from collage_fx.errors import CheckpointMismatchError, InvalidOptionError
 from collage_fx.state import SafetensorsFile, write_safetensors
-from collage_fx.torch_compat import local_tensor, offsets_of_shard
+from collage_fx.torch_compat import local_tensor, offsets_of_shard, records
 
 #: Encoding of the indices in a file: ``"gap_delta"``: the gaps between changed elements, 2 bytes each (4 if a
 #: gap is larger than 65535); ``"raw"``: indices, 4 bytes each (8 in tensors of 2**31 elements or more).
@@ -213,7 +212,7 @@ def changes(model: Module, reader: str = "engine") -> WeightChanges:
 
 
 class _Lacking:
-    """What a reader lacks of a model's tensors.
+    """Elements of a model's tensors that a reader lacks.
 
     Attributes:
         changes: patches of it.
@@ -404,7 +403,7 @@ def _why_no_patch(patch: WeightPatch) -> str:
 
 
 class _Copies(dict[str, Tensor]):
-    """For each reader of a tensor the values that it has, in host memory: a part of the tensor's record."""
+    """Values of a tensor that each of its readers has, in host memory: a part of its record."""
 
 
 class _Values(NamedTuple):

@@ -50,6 +50,16 @@ def lowered_as(unit: Unit) -> Iterator[None]:
 
 
 @contextlib.contextmanager
+def comparing_by_torch(elements: int) -> Iterator[None]:
+    """Context manager: elements that differ from a copy are found by torch, some at a time."""
+    with (
+        mock.patch("collage_fx.codegen.differing.is_library_loaded", return_value=False),
+        mock.patch("collage_fx.codegen.differing.CHUNK_OF_A_DEVICE", elements),
+    ):
+        yield
+
+
+@contextlib.contextmanager
 def by_inductor() -> Iterator[None]:
     """Context manager: Inductor writes all kernels, none is printed."""
     with mock.patch("collage_fx.lowering.kernels.printed", return_value=_OF_THE_TEST):

@@ -1,4 +1,4 @@
-"""Records: what this package knows of an object of the program, such as an optimizer, a tensor or a module.
+"""Records of the program's objects: facts about an optimizer, a tensor or a module.
 
 Note [Records]
 --------------
@@ -29,7 +29,7 @@ def find(owner: object, kind: type[Part]) -> Part | None:
 
 
 def has(owner: object, kind: type[Part]) -> bool:
-    """Return whether an object's record has a part; the class alone may be what there is to know."""
+    """Return whether an object's record has a part, whose class may say everything."""
     return owner in _PARTS[kind]
 
 
