@@ -15,7 +15,7 @@ import torch
 from torch.nn import Parameter
 
 from collage_fx import CollageBackend, explain, full_value, install
-from collage_fx.budgets import BUDGETS, TOLERANCE, Budget, frontier
+from collage_fx.options.budgets import BUDGETS, TOLERANCE, Budget, frontier
 from collage_fx.state.error_terms import record_of
 from tests.support.memory import left, peak
 from tests.support.rules import PULLS, WEIGHTS

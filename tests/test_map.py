@@ -65,7 +65,7 @@ def test_the_tests_of_each_row_are_there() -> None:
     files = [Path(room) if room.endswith(".py") else Path(room, "a_file.py") for room in ROOMS]
     assert all(row_of(file, table) for file in files)
     assert row_of(Path("passes/widen.py"), table)[0] == "tests/passes"
-    assert row_of(Path("collage_fx/budgets.py"), table)[0] == "tests/test_budgets.py"
+    assert row_of(Path("collage_fx/options/budgets.py"), table)[0] == "tests/test_budgets.py"
     for test in {test for tests in table.values() for test in tests}:
         file, _, function = test.partition("::")
         assert (ROOT / file).exists(), test

@@ -19,10 +19,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 import collage_fx
 from collage_fx import CollageBackend, audit, error_terms, explain, full_value, install
-from collage_fx.budgets import TOLERANCE
 from collage_fx.choices import Strategy
 from collage_fx.errors import InvalidOptionError
 from collage_fx.numerics import PACKED_FORMATS
+from collage_fx.options.budgets import TOLERANCE
 from collage_fx.state.error_terms import record_of
 from collage_fx.state.packed import is_packed
 from tests.support.detours import saved_and_loaded, through_a_file

@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from collage_fx import CollageBackend, full_value
-from collage_fx.budgets import TOLERANCE
 from collage_fx.errors import InvalidOptionError
 from collage_fx.numerics import ERROR_FORMATS
+from collage_fx.options.budgets import TOLERANCE
 
 optimi = pytest.importorskip("optimi", reason="torch-optimi, of the extra 'compat', is not installed")
 

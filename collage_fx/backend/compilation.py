@@ -21,7 +21,6 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 from torch.optim import Optimizer
 
-from collage_fx.budgets import Budget, best_budget, budgets_for, budgets_for_parts, refuse_excess
 from collage_fx.capture import (
     Deferred,
     Families,
@@ -84,6 +83,7 @@ from collage_fx.lowering import Lowered, interpreted, lower, why_not_compiled, w
 from collage_fx.metrics import MeasuredInput, Meter, MeteredStep, Rows
 from collage_fx.numerics import ERROR_FORMATS, PACKED_FORMATS, ErrorFormat, short_name
 from collage_fx.options import Options
+from collage_fx.options.budgets import Budget, best_budget, budgets_for, budgets_for_parts, refuse_excess
 from collage_fx.pipeline import ANALYSIS, MEASUREMENT, SUMMING, Pass, Stage, run_pipeline
 from collage_fx.report import GraphReport, PassLog, TensorReport, tensor_report, treatments
 from collage_fx.runtime import STAND_INS, MakingStep, Member, WholeStep

@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING
 import torch
 from torch.fx import Graph, GraphModule
 
-from collage_fx.budgets import Budget
 from collage_fx.choices import Strategy, did_you_mean
 from collage_fx.errors import InvalidOptionError
 from collage_fx.graph import Repetition, Role, Route, StepProgram, copy_of, repeated_graph
 from collage_fx.numerics import ERROR_FORMATS
+from collage_fx.options.budgets import Budget
 from collage_fx.pipeline import Pass, Stage, run_pipeline, up_to_choosing
 from collage_fx.report.tensors import TensorReport, Treatment, bytes_per_parameter, tensor_report
 

@@ -11,8 +11,8 @@ from collections.abc import Iterator, Sequence
 
 from tabulate import tabulate
 
-from collage_fx.budgets import Budget, frontier
 from collage_fx.numerics import short_name
+from collage_fx.options.budgets import Budget, frontier
 from collage_fx.report.tensors import TensorReport, Treatment, bytes_per_parameter, treatments
 
 #: Largest width of a line.
