@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from collage_fx import CollageBackend, error_terms, full_value
+from collage_fx import CollageBackend, error_terms, full_value, install
 from collage_fx.graph import results_to_inputs
 from collage_fx.graph.program import Role
 from tests.support.programs import captured, captured_of
@@ -198,3 +198,32 @@ def test_a_result_becomes_an_input() -> None:
 def test_what_is_no_tensor_of_its_own_stays_a_result() -> None:
     program = captured(lambda p, g: p.sub_(g), "p g")
     assert results_to_inputs(program) == {}
+
+
+class Initialized(torch.optim.Optimizer):
+    """Without ``torch.no_grad``; its state is made by ``torch.nn.init``, which switches gradients (Yogi)."""
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for p in self.param_groups[0]["params"]:
+            if not self.state[p]:
+                self.state[p]["average"] = torch.nn.init.constant_(torch.empty_like(p.data), 1e-6)
+            average = self.state[p]["average"].mul_(0.9).add_(p.grad.data, alpha=0.1)
+            p.data.add_(average, alpha=-LR)
+
+
+def test_state_of_a_step_with_gradients_enabled_made_by_torch_nn_init() -> None:
+    """It was refused, as if the step computed a loss."""
+    drawn = torch.rand(64, generator=torch.Generator().manual_seed(0)).add(1).bfloat16()
+    optimizers = [Initialized([torch.nn.Parameter(drawn.to(d))], {}) for d in (torch.bfloat16, torch.float64)]
+    backend = CollageBackend()
+    install(optimizers[0], backend=backend)
+    for step in range(20):
+        gradient = torch.randn(64, generator=torch.Generator().manual_seed(step)).bfloat16()
+        for optimizer in optimizers:
+            (p,) = optimizer.param_groups[0]["params"]
+            p.grad = gradient.to(p.dtype)
+            optimizer.step()
+    ((ours,), (exact,)) = (optimizer.param_groups[0]["params"] for optimizer in optimizers)
+    moved = (exact.detach() - drawn.double()).norm()
+    assert (full_value(ours).double() - exact.detach()).norm() < 0.01 * moved
+    assert not backend.report().routes().get("recorded")

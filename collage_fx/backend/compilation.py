@@ -120,6 +120,7 @@ from collage_fx.torch_compat import (
     local_tensor,
     needs_autograd,
     optimizer_being_stepped,
+    remove_gradient_modes,
     storage_of,
     thinned_lists,
     traced_frame_name,
@@ -250,6 +251,8 @@ class Compilation:
                 refuse_fused_operators(self.module)  # AOTAutograd fails at them
                 if needs_grad:
                     note_forward((*self.module.parameters(), *self.arguments))
+                elif torch.is_grad_enabled():
+                    remove_gradient_modes(self.module)
             step = self._by_family(needs_grad=needs_grad)
             stand_in = any(map(has_stand_ins, optimizers))
             if STAND_INS.get() and not thinned_lists():

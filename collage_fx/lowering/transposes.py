@@ -161,8 +161,12 @@ def _elements(node: Node) -> list[Node]:
 
     A copy in the usual order is made in no other order.
     """
-    if not is_elementwise(node) or node.kwargs.get("memory_format") is torch.contiguous_format:
+    value = tensor_value(node)
+    if (
+        value is None
+        or not is_elementwise(node)
+        or node.kwargs.get("memory_format") is torch.contiguous_format
+    ):
         return []
     operands = [each for each in node.all_input_nodes if not is_number(each)]
-    shape = node.meta["val"].shape
-    return operands if all(each.meta["val"].shape == shape for each in operands) else []
+    return operands if all(each.meta["val"].shape == value.shape for each in operands) else []

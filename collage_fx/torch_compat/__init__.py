@@ -38,6 +38,7 @@ try:
         boxed_call,
         inputs_written,
         needs_autograd,
+        remove_gradient_modes,
         versions_to_increment,
     )
     from collage_fx.torch_compat.dynamo_counts import conversions, forget_counts, recompile_reasons

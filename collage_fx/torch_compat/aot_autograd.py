@@ -63,6 +63,18 @@ def needs_autograd(gm: torch.fx.GraphModule, example_inputs: Sequence[Any]) -> b
     )
 
 
+def remove_gradient_modes(gm: torch.fx.GraphModule) -> None:
+    """Remove the switches of gradients from a Dynamo graph that computes nothing that needs a gradient.
+
+    ``torch.nn.init`` leaves them in a step without ``torch.no_grad``. AOTAutograd runs the graph, and would
+    go on with gradients enabled, as for a graph that has a backward pass.
+    """
+    for node in list(gm.graph.nodes):
+        if getattr(node.target, "__name__", "") == "_set_grad_enabled":
+            gm.graph.erase_node(node)
+    gm.recompile()
+
+
 def aot_input_of(
     placeholder: torch.fx.Node,
 ) -> tuple[Literal["attribute", "argument", "alias"], str | int] | None:

@@ -214,4 +214,6 @@ def _everything(optimizer: Optimizer, parameters: list[Parameter]) -> dict[str, 
 def _same(one: Tensor | None, other: Tensor | None) -> bool:
     if one is None or other is None or one.dtype is not other.dtype or one.shape != other.shape:
         return False
+    if hasattr(one, "__tensor_flatten__"):  # of torchao, which has no ==
+        return all(_same(getattr(one, part), getattr(other, part)) for part in one.__tensor_flatten__()[0])
     return bool(((one == other) | ((one != one) & (other != other))).all())
