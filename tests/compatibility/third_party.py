@@ -128,6 +128,12 @@ PYTORCH_OPTIMIZER: Mapping[str, float | None] = {
     "Yogi": ADAM,
 }
 
+#: ``tests/peers/programs.py`` measures it with the random numbers of eager torch.
+KRON = (
+    "its step draws random numbers, and compiled code draws others than eager torch does. With the same "
+    "numbers (torch._inductor.config.fallback_random) the error is 0.08"
+)
+
 #: Statistics of a vector have rank t after t steps.
 SHAMPOO = (
     "the preconditioner of a vector is singular for as many steps as the vector has elements. Until then its "
@@ -220,8 +226,7 @@ SUBJECTS: Sequence[Subject] = (
     *_of("transformers", "transformers.optimization", {"Adafactor": None}, _FIXED_RATE, {}),
     *_of("torchao", "torchao.optim", {"_AdamW": ADAM}, {}, {"bf16_stochastic_round": True}),
     *_of("torchao", "torchao.optim", {"AdamW8bit": ADAM}),
-    *_of("kron-torch", "kron_torch", {"Kron": ADAM}),
+    *_of("kron-torch", "kron_torch", {"Kron": ADAM}, why_inaccurate=KRON),
     *_of("geoopt", "geoopt.optim", {"RiemannianAdam": ADAM, "RiemannianSGD": SGD}),
-    *_of("ivon-opt", "ivon", {"IVON": ADAM}, always={"ess": 1e6, "hess_approx": "gradsq"}, closure=True),
     *_of("mechanic-pytorch", "mechanic_pytorch", {"mechanize": ADAM}, construct=_mechanized),
 )
