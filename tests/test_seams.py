@@ -414,3 +414,23 @@ def test_fabrics_optimizer_saves_and_loads_error_terms() -> None:
             optimizer.step()
         saved = copy.deepcopy((of.state_dict(), optimizer.state_dict()))
     assert error_of(of) < 0.01
+
+
+# Compiled autograd (S17). -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_steps_in_a_backward_pass_of_compiled_autograd(way: str) -> None:
+    """Its graph calls our hooks, and does not trace them. Rounding by dither is another draw."""
+    of, plain, begun = network(), network(), whole(network())
+    optimizer, expected = install(adamw(of.parameters())), install(adamw(plain.parameters()))
+    take_steps(plain, expected)
+    WAYS[way](of, optimizer)
+    model: Any = torch.compile(of, backend="aot_eager")
+    with torch._dynamo.utils.maybe_enable_compiled_autograd(True, fullgraph=False):
+        take_steps(model, optimizer)
+    now, right = whole(of), whole(plain)
+    off, moved = (
+        sum(float((x[k] - y[k]).square().sum()) for k in x) for x, y in ((now, right), (right, begun))
+    )
+    assert off < 1e-4 * moved

@@ -274,8 +274,8 @@ class GradientRelease:
             self._hooks[new] = self._hook(now[new])
 
     def _hook(self, parameter: Tensor) -> Any:
-        """Put a hook on a parameter; return its handle."""
-        return parameter.register_post_accumulate_grad_hook(self.take)
+        """Put a hook on a parameter; return its handle. Compiled autograd would trace it."""
+        return parameter.register_post_accumulate_grad_hook(torch.compiler.disable(self.take))
 
     def remove(self) -> None:
         """Make the optimizer step after the backward pass again; gradients that wait are kept."""

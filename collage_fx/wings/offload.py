@@ -243,7 +243,8 @@ class Offload(GradientRelease):
     def _hook(self, twin: Tensor) -> Any:
         """Note each gradient on the device when it is complete."""
         on_device = self._device_of[id(twin)]
-        return on_device.register_post_accumulate_grad_hook(lambda p: self.begin(p, twin))
+        hook = torch.compiler.disable(lambda p: self.begin(p, twin))
+        return on_device.register_post_accumulate_grad_hook(hook)
 
     def finish(self, step: Callable[[], Any]) -> Any:
         """Wait for the host, step the twins that are left, and make the device wait for their values."""
