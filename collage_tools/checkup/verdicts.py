@@ -19,6 +19,7 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from fractions import Fraction
+from itertools import combinations
 from pathlib import Path
 from typing import Any
 
@@ -61,6 +62,9 @@ MIXED_AT, MIXED_FAR, MIXED_PEAK = 0.2, 0.1, 5.0
 FAR = 2.0**-5
 #: Fewest entries of a vector, and fewest vectors, that are judged as mixtures.
 FEWEST_IN_VECTOR, FEWEST_VECTORS = 32, 2
+#: Entries that have left the constant in both of two vectors, over those in any, from which a mask chose them:
+#: independent ones have at most 2/3, as MIXED_AT of the entries stay.
+ONE_MASK = 0.8
 #: Least share of moves that are missing between two checkpoints.
 LEAST_LOST = 0.01
 #: Unevenness of a matrix, in standard deviations, and share of a vector that has left its constant, from
@@ -85,6 +89,7 @@ class TensorCheck:
         constant: value of an initializer that at least 5 % of the entries have, or None.
         at_constant: number of entries with that value.
         is_mixed: whether a vector has entries at the constant and far from it, but few between.
+        has_left: of a vector that is mixed, whether each entry has left the constant; else None.
         is_trained: whether the tensor is surely not as an initializer draws or fills it.
         zeros, not_finite: number of zeros, and of infinities and NaN.
         stuck: number of entries that no update of the given learning rate can move, or None.
@@ -99,6 +104,7 @@ class TensorCheck:
     constant: float | None = None
     at_constant: int = 0
     is_mixed: bool = False
+    has_left: Tensor | None = field(default=None, repr=False, compare=False)
     is_trained: bool = False
     zeros: int = 0
     not_finite: int = 0
@@ -377,6 +383,7 @@ class _Counter:
             constant,
             at_constant,
             mixed,
+            torch.ne(narrow, constant).flatten() if mixed and constant is not None else None,
             trained,
             zeros,
             narrow.numel() - finite,
@@ -458,6 +465,9 @@ def judge(checks: list[TensorCheck]) -> tuple[str, list[str], list[str]]:
     matrices = [each for each in checks if not each.is_vector and each.dtype.is_floating_point]
     wide = [each for each in matrices if not each.is_judged]
     notes = _notes(checks)
+    if checks and all(each.name.startswith("state.") for each in checks):
+        reason = "The file holds an optimizer's state and no weights: give the model's file, and this one by "
+        return CANNOT_TELL, [reason + "optimizer= (--optimizer)."], notes
     if not judged or sum(each.entries for each in wide) > sum(each.entries for each in matrices) / 2:
         if any(each.dtype in (torch.float32, torch.float64) for each in wide):
             return NO_SIGN, ["The matrices are float32 with more bits than bf16 or fp16 have."], notes
@@ -513,7 +523,11 @@ def _powers(found: PileUp) -> str:
 
 
 def _mixture_reasons(checks: list[TensorCheck]) -> list[str]:
-    mixed = [each for each in checks if each.is_mixed]
+    # Rounding keeps other entries in each vector; the same in several are a mask, as of pruned channels.
+    found = [each for each in checks if each.is_mixed]
+    pairs = [pair for pair in combinations(found, 2) if _have_one_mask(*pair)]
+    masked = {id(each) for pair in pairs for each in pair}
+    mixed = [each for each in found if id(each) not in masked]
     if len(mixed) < FEWEST_VECTORS:
         return []
     share = sum(each.at_constant for each in mixed) / sum(each.entries for each in mixed)
@@ -522,6 +536,13 @@ def _mixture_reasons(checks: list[TensorCheck]) -> list[str]:
         f"{share:.0%} of {names} are exactly {mixed[0].constant:g}, few are next to it, and others are far "
         "away: most updates were too small to leave the constant."
     ]
+
+
+def _have_one_mask(one: TensorCheck, other: TensorCheck) -> bool:
+    """Return whether nearly the same entries of two mixed vectors have left the constant."""
+    if one.has_left is None or other.has_left is None or one.shape != other.shape:
+        return False
+    return int((one.has_left & other.has_left).sum()) > ONE_MASK * int((one.has_left | other.has_left).sum())
 
 
 def _move_reasons(checks: list[TensorCheck]) -> list[str]:

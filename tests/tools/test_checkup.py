@@ -136,7 +136,7 @@ def test_a_mixture_in_norms_is_evidence(tmp_path: Path) -> None:
     """Most entries at the constant, few beside it, the rest far away; and a spread without the peak."""
     torch.manual_seed(4)
     spread = 1 + 0.1 * torch.randn(2, 256)
-    mixed = torch.where(torch.arange(256) < 200, 1.0, spread)
+    mixed = torch.where((torch.arange(256) - torch.tensor([[0], [100]])) % 256 < 200, 1.0, spread)
     at_constant = (mixed.bfloat16() == 1).float().mean()  # 200 of 256, and some that are next to 1
     found = checkup(saved(norms(*mixed), tmp_path / "mixed.pt"))
     assert found.verdict == ROUNDED_AWAY
@@ -145,6 +145,26 @@ def test_a_mixture_in_norms_is_evidence(tmp_path: Path) -> None:
     near = 1 + 0.002 * torch.randn(2, 256)  # masters that have moved little: most of them round to 1
     assert (near.bfloat16() == 1).float().mean() > 0.7
     assert checkup(saved(norms(*near), tmp_path / "near.pt")).verdict != ROUNDED_AWAY
+
+
+def test_the_same_channels_at_one_in_every_norm_are_a_mask(tmp_path: Path) -> None:
+    generator = torch.Generator().manual_seed(0)
+    is_pruned = torch.rand(256, generator=generator) < 0.5
+    vectors = [torch.where(is_pruned, 1.0, 1 + torch.randn(256, generator=generator) * 0.2) for _ in range(8)]
+    assert checkup(saved(norms(*vectors), tmp_path / "masked.pt")).verdict != ROUNDED_AWAY
+    other = [torch.where(is_pruned.roll(17 * i), 1.0, each) for i, each in enumerate(vectors)]
+    assert checkup(saved(norms(*other), tmp_path / "mixed.pt")).verdict == ROUNDED_AWAY
+
+
+def test_the_file_of_an_optimizer_alone_tells_nothing(tmp_path: Path) -> None:
+    weight = torch.nn.Parameter(torch.randn(64, 64))
+    optimizer = torch.optim.AdamW([weight])
+    weight.grad = torch.randn(64, 64)
+    optimizer.step()
+    torch.save(optimizer.state_dict(), tmp_path / "optimizer.pt")
+    found = checkup(tmp_path / "optimizer.pt")
+    assert found.verdict == CANNOT_TELL
+    assert "--optimizer" in found.reasons[0]
 
 
 def test_a_tensor_frozen_on_purpose_is_none(tmp_path: Path) -> None:
