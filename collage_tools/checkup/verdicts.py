@@ -62,8 +62,8 @@ MIXED_AT, MIXED_FAR, MIXED_PEAK = 0.2, 0.1, 5.0
 FAR = 2.0**-5
 #: Fewest entries of a vector, and fewest vectors, that are judged as mixtures.
 FEWEST_IN_VECTOR, FEWEST_VECTORS = 32, 2
-#: Entries that have left the constant in both of two vectors, over those in any, from which a mask chose them:
-#: independent ones have at most 2/3, as MIXED_AT of the entries stay.
+#: Entries that have left the constant in both of two vectors, over those in any of them, from which a mask
+#: has chosen them: independent vectors have at most 2/3, as MIXED_AT of the entries stay.
 ONE_MASK = 0.8
 #: Least share of moves that are missing between two checkpoints.
 LEAST_LOST = 0.01
