@@ -149,6 +149,7 @@ from collage_fx.torch_compat import (
     is_being_stepped,
     is_class_traced,
     is_compiling_forbidden,
+    is_in_own_step,
     is_of_torch_optim,
     is_step_of,
     is_step_wrapper,
@@ -828,9 +829,8 @@ def _eager_calls(optimizer: Optimizer, requested: _Requested | None) -> Iterator
 
     The optimizer's step runs eagerly in them.
     """
-    if (
-        requested is not None and own_step(optimizer) is not None
-    ):  # also where a wrapper holds the class's step
+    is_held = own_step(optimizer) is not None and is_recordable(optimizer)  # the class's step, by a wrapper
+    if requested is not None and (is_held or is_in_own_step(optimizer)):
         yield true_step(optimizer), requested.request
     found = list(compiled_callables_on_the_stack()) if _Requests.any_made else []
     if is_compiling_forbidden():

@@ -115,6 +115,7 @@ try:
     )
     from collage_fx.torch_compat.own_steps import (
         has_foreign_step,
+        is_in_own_step,
         note_true_step,
         own_step,
         remove_own_step,
