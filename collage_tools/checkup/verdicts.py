@@ -62,8 +62,8 @@ MIXED_AT, MIXED_FAR, MIXED_PEAK = 0.2, 0.1, 5.0
 FAR = 2.0**-5
 #: Fewest entries of a vector, and fewest vectors, that are judged as mixtures.
 FEWEST_IN_VECTOR, FEWEST_VECTORS = 32, 2
-#: Entries that have left the constant in both of two vectors, over those in any of them, from which a mask
-#: has chosen them: independent vectors have at most 2/3, as MIXED_AT of the entries stay.
+#: Least overlap of two vectors' entries that have left the constant, from which a mask has chosen them: number
+#: in both over number in any. Independent vectors have at most 2/3, as MIXED_AT of the entries stay.
 ONE_MASK = 0.8
 #: Least share of moves that are missing between two checkpoints.
 LEAST_LOST = 0.01
@@ -89,7 +89,7 @@ class TensorCheck:
         constant: value of an initializer that at least 5 % of the entries have, or None.
         at_constant: number of entries with that value.
         is_mixed: whether a vector has entries at the constant and far from it, but few between.
-        has_left: of a vector that is mixed, whether each entry has left the constant; else None.
+        has_left: mask of the entries that have left the constant, of a vector that is mixed; else None.
         is_trained: whether the tensor is surely not as an initializer draws or fills it.
         zeros, not_finite: number of zeros, and of infinities and NaN.
         stuck: number of entries that no update of the given learning rate can move, or None.
