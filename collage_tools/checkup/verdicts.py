@@ -63,7 +63,7 @@ FAR = 2.0**-5
 #: Fewest entries of a vector, and fewest vectors, that are judged as mixtures.
 FEWEST_IN_VECTOR, FEWEST_VECTORS = 32, 2
 #: Least overlap of two vectors' entries that have left the constant, from which a mask has chosen them: the
-#: number in both over the number in any. Independent vectors have at most 2/3, as MIXED_AT of the entries stay.
+#: number in both over the number in any. Independent vectors have at most 2/3: MIXED_AT of the entries stay.
 ONE_MASK = 0.8
 #: Least share of moves that are missing between two checkpoints.
 LEAST_LOST = 0.01
