@@ -21,7 +21,7 @@ import functools
 import inspect
 import logging
 from collections.abc import Callable, Iterator, Mapping
-from types import MappingProxyType, MethodType
+from types import CellType, MappingProxyType, MethodType
 from typing import Any, Protocol, TypeVar, cast, get_args
 
 import torch
@@ -159,10 +159,11 @@ def install(
 def _rebind(attributes: dict[str, Any], before: Any, now: Any) -> None:
     """Replace a step that a wrapper has kept, as an attribute or in a function of its own."""
     for name, value in attributes.items():
-        if value == before:
+        if callable(value) and value == before:  # of an array, == is no single answer
             attributes[name] = now
-        for cell in getattr(value, "__closure__", None) or ():
-            if cell.cell_contents == before:
+        cells = getattr(value, "__closure__", None) or ()
+        for cell in (each for each in cells if each != CellType()):  # an empty cell has no contents
+            if callable(cell.cell_contents) and cell.cell_contents == before:
                 cell.cell_contents = now
 
 

@@ -193,7 +193,7 @@ class UsesTheLoss(Optimizer):
 
 @pytest.mark.parametrize("release", [step_in_backward, lambda _, optimizer: offload(optimizer)])
 def test_a_step_that_uses_the_loss_is_not_taken_in_the_backward_pass(release: Callable[..., Any]) -> None:
-    """It is refused before anything has changed; the remedy, install(), is what the tests above do."""
+    """Refusal before anything has changed; the tests above execute its remedy, install()."""
     model = torch.nn.Linear(8, 8).bfloat16()
     optimizer = UsesTheLoss(model.parameters())
     before = everything(optimizer)

@@ -212,7 +212,7 @@ class Initialized(torch.optim.Optimizer):
 
 
 def test_state_of_a_step_with_gradients_enabled_made_by_torch_nn_init() -> None:
-    """It was refused, as if the step computed a loss."""
+    """Such a step was refused, as if it computed a loss."""
     drawn = torch.rand(64, generator=torch.Generator().manual_seed(0)).add(1).bfloat16()
     optimizers = [Initialized([torch.nn.Parameter(drawn.to(d))], {}) for d in (torch.bfloat16, torch.float64)]
     backend = CollageBackend()

@@ -624,7 +624,7 @@ def test_every_patch_is_listed() -> None:
         assert set(names) <= {patch.name for patch in PATCHES}, path
 
 
-# What is known of the program's objects is in their records; a feature is a wing. -------------------------
+# Facts about the program's objects are in their records; a feature is a wing. -----------------------------
 
 #: Tables of a process, and why they are no parts of a record: Note [Records] in ``torch_compat/records.py``.
 TABLES = {

@@ -11,6 +11,7 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
+import numpy
 import pytest
 import torch
 from torch import Tensor, nn
@@ -384,6 +385,7 @@ def accelerated(optimizer: Optimizer) -> Callable[[], object]:
     wrapper = accelerate.optimizer.AcceleratedOptimizer(
         optimizer, device_placement=False, scaler=torch.amp.GradScaler("cpu", enabled=False)
     )
+    wrapper.losses = numpy.zeros(2)  # attributes of any kind
     install(wrapper)
     return lambda: wrapper.step()
 

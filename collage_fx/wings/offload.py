@@ -81,7 +81,6 @@ def offload(
     """
     chosen = sole_optimizer(optimizer, where="offload")
     refuse_options(accumulate, clip)
-    reduced_late(p for _, p in parameter_names(chosen))
     for name, parameter in parameter_names(chosen):
         _refuse_dtensor(parameter, name)
     refuse_joint(chosen, where="offload")
@@ -185,6 +184,7 @@ class Offload(GradientRelease):
         connect: Callable[[torch.device], Link] = link_to,
     ) -> None:
         remove_release(optimizer)  # twins of twins would not be where gradients come
+        is_reduced_late = reduced_late(p for _, p in parameter_names(optimizer))
         self._connect = connect
         self._link_to: dict[torch.device, Link] = {}
         named = list(parameter_names(optimizer))
@@ -198,7 +198,7 @@ class Offload(GradientRelease):
         super().__init__(optimizer, of_twins, accumulate, bucket_bytes, max_norm, clip, scaler)
         self._worker = ThreadPoolExecutor(1, "collage_fx_offload")
         self._jobs: list[Future[None]] = []
-        if not reduced_late(self._given()):
+        if not is_reduced_late:
             self.watch()
 
     def _twin_of(self, parameter: Tensor) -> torch.nn.Parameter:

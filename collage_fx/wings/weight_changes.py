@@ -239,14 +239,10 @@ class _Lacking:
 
         After an exception it has what it had; if only a part could be noted, nothing, so that it gets all.
         """
-        on_host = [
-            (
-                records.of(tensor, _Copies),
-                None if indices is None else indices.cpu().long(),
-                _on_host(values),
-            )
-            for tensor, (values, indices) in self._lacking.values()
-        ]
+        on_host = []
+        for tensor, (values, indices) in self._lacking.values():
+            new = (None, _on_host(values)) if indices is None else (indices.cpu().long(), values.cpu())
+            on_host.append((records.of(tensor, _Copies), *new))
         try:
             for copies, indices, values in on_host:
                 if indices is None:

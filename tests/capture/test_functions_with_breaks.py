@@ -306,7 +306,7 @@ def test_a_backend_that_is_not_strict_warns() -> None:
 
 
 def test_a_function_that_trains_and_updates_nothing_itself_is_left_alone() -> None:
-    """It is differentiated, its gradients and its numbers change, and only the steps update weights."""
+    """A function whose gradients and numbers change, and in which only the steps update weights."""
 
     def make(params: Parameters) -> Step:
         optimizer = SGD(params, lr=LR)

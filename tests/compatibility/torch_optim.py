@@ -37,7 +37,7 @@ def _subject(name: str, lr: float, *options: Mapping[str, Any], **others: Any) -
 #: Not square and square.
 MATRICES = ((128, 32), (64, 64))
 
-#: What is compiled ends 0.006 to 0.009 from this rule in float64.
+#: Compiled steps end 0.006 to 0.009 from this rule in float64.
 MUON = (
     "with nesterov=False and bfloat16 state, torch's Muon divides the momentum buffer itself by its norm: "
     "`buf.bfloat16()` is no copy there; parameters of other dtypes take another path"
