@@ -35,6 +35,7 @@ from collage_fx.capture import (
     has_stand_ins,
     note_compiled_step,
     note_forward,
+    note_write,
     record_instead,
     refuse_aliases,
     refuse_fused_operators,
@@ -698,6 +699,7 @@ class Compilation:
             for index in repetition.copies[state.position] if state.info.role is not Role.NEW else ():
                 if (tensor := program.infos[index].tensor) is not None:
                     choose_new(tensor, keep=state.compensated)
+                    note_write(tensor, compensated=state.compensated)
                     if not self.recorded and isinstance(owner := self._owner(tensor), torch.nn.Parameter):
                         self.updated.append(owner)
         known_packed = any(map(_packed_format, infos))

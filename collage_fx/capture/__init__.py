@@ -18,6 +18,7 @@ from collage_fx.capture.refusals import (
     refuse_unsupported,
 )
 from collage_fx.capture.segment import Deferred
+from collage_fx.capture.stale_code import note_write
 from collage_fx.capture.watch import (
     expect_some_gradients,
     forget_compiled_step,

@@ -6,7 +6,8 @@ A learning rate that a scheduler sets and a step counter in ``optimizer.state`` 
 makes such a number a constant of the graph at first, and a symbol when it sees the number change. A number
 that is known to be scheduled is a symbol from the first graph on, which is then the only graph
 (:func:`scheduled_numbers`). So is a number that has changed according to a checkpoint, which tells where in
-the groups such numbers are: from a constant, other state might get error terms than in the interrupted run.
+the groups and the state such numbers are: from a constant, other state might get error terms than in the
+interrupted run, and a constant folded in double precision has other last bits.
 
 AOTAutograd then replaces the operations on a symbolic float by operations on a 0-d float64 tensor, so that
 the compiled code takes the number as an input. It can do so only for operators such as
@@ -26,8 +27,8 @@ float(step)``, and Dynamo is told to trace that (``torch_compat/patch_numbers.py
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from numbers import Integral, Real
 from typing import Any
@@ -41,17 +42,21 @@ from collage_fx.torch_compat import Place, functional_decompositions, pytree, re
 
 Decomposition = Callable[..., Any]
 
+#: The attributes of an optimizer in which places begin.
+GROUPS, STATE = "param_groups", "state"
+
 
 @dataclass(eq=False)
 class _Numbers:
-    """Facts about the numbers in an optimizer's groups: a part of its record.
+    """Facts about the numbers in an optimizer's groups and state: a part of its record.
 
     Attributes:
-        first: the numbers when its step was first traced.
-        changed: where numbers have changed according to its checkpoint.
+        first: each number when the step was first traced with it.
+        changed: where numbers have changed according to its checkpoint; in the state of which parameter is
+            left out.
     """
 
-    first: dict[Place, float] | None = None
+    first: Mapping[Place, Real] = field(default_factory=dict)
     changed: Sequence[Place] = ()
 
 
@@ -62,9 +67,12 @@ def scheduled_numbers(optimizer: Optimizer) -> Iterator[Place]:
     momentum too. A program with a schedule of its own has set a learning rate that is not the default.
     """
     numbers = records.of(optimizer, _Numbers)
-    if numbers.first is None:
-        numbers.first = _numbers_of(optimizer)
-    yield from numbers.changed
+    numbers.first = _numbers_of(optimizer) | numbers.first
+    for attribute, *keys in numbers.changed:
+        for i in range(len(optimizer.state)) if attribute == STATE else ():
+            yield attribute, i, *keys
+        if attribute == GROUPS:
+            yield attribute, *keys
     for i, group in enumerate(optimizer.param_groups):
         lr = group.get("lr")
         if (
@@ -72,22 +80,32 @@ def scheduled_numbers(optimizer: Optimizer) -> Iterator[Place]:
             and not isinstance(lr, Integral)
             and ("initial_lr" in group or lr != optimizer.defaults.get("lr"))
         ):
-            yield i, "lr"
+            yield GROUPS, i, "lr"
         if "base_momentum" in group:
-            yield from ((i, "momentum"), (i, "betas", 0))
+            yield from ((GROUPS, i, "momentum"), (GROUPS, i, "betas", 0))
 
 
-def _numbers_of(optimizer: Optimizer) -> dict[Place, float]:
-    """Return the numbers in an optimizer's groups but learning rates, for which a schedule can be told."""
-    items = ((i, item) for i, group in enumerate(optimizer.param_groups) for item in group.items())
-    return {(i, key): value for i, (key, value) in items if isinstance(value, (int, float)) and key != "lr"}
+def _numbers_of(optimizer: Optimizer) -> dict[Place, Real]:
+    """Return the numbers of an optimizer but learning rates, for which a schedule can be told."""
+    groups = [{k: v for k, v in g.items() if k not in ("params", "lr")} for g in optimizer.param_groups]
+    return dict((*_within(groups, GROUPS), *_within(list(optimizer.state.values()), STATE)))
+
+
+def _within(value: Any, *place: int | str) -> Iterator[tuple[Place, Real]]:
+    """Yield the numbers in nested containers, each with the keys that lead to it."""
+    if isinstance(value, Real) and not isinstance(value, bool):
+        yield place, value
+    elif isinstance(value, (Mapping, list, tuple)):
+        for key, each in value.items() if isinstance(value, Mapping) else enumerate(value):
+            yield from _within(each, *place, key)
 
 
 def _changed_numbers(optimizer: Optimizer) -> list[Place] | None:
     """Return where numbers have changed since an optimizer's step was first traced; None for nowhere."""
     numbers, now = records.of(optimizer, _Numbers), _numbers_of(optimizer)
-    changed = {place for place, number in (numbers.first or {}).items() if now.get(place) != number}
-    return sorted({*changed, *numbers.changed}) or None
+    changed = [place for place, number in numbers.first.items() if now.get(place) != number]
+    of_any = {(STATE, *place[2:]) if place[0] == STATE else place for place in changed}
+    return sorted({*of_any, *numbers.changed}, key=str) or None
 
 
 def _note_changed(optimizer: Optimizer, places: Sequence[Place]) -> None:

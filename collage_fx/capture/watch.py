@@ -98,6 +98,7 @@ from collage_fx.capture.refusals import (
     refuse_uninitialized,
     refuse_unknown_torch,
 )
+from collage_fx.capture.stale_code import CompiledCode, compiling_for
 from collage_fx.capture.thinning import rows_to_trace
 from collage_fx.capture.updates import line_that_updates, within_reach
 from collage_fx.errors import (
@@ -143,6 +144,7 @@ from collage_fx.torch_compat import (
     compiled_callables_on_the_stack,
     compiled_callables_within,
     current_trace,
+    drop_code,
     dynamo_recompile_limit,
     handle_stances,
     has_foreign_step,
@@ -381,7 +383,7 @@ def _before_conversion(request: Request, code: CodeType, variables: Mapping[str,
 
 
 @contextmanager
-def _within_conversion(code: CodeType, variables: Mapping[str, Any]) -> Iterator[None]:
+def _within_conversion(compiler: Any, code: CodeType, variables: Mapping[str, Any]) -> Iterator[None]:
     """Context manager: show the compilation of a step; members without a gradient have a placeholder."""
     optimizers = optimizers_among(variables).values()
     stepped = next(iter(optimizers), None)
@@ -394,6 +396,9 @@ def _within_conversion(code: CodeType, variables: Mapping[str, Any]) -> Iterator
                     add_stand_ins(optimizer)
         if stepped is not None:
             stack.enter_context(show_progress(type(stepped).__name__, log=is_step_wrapper(code)))
+        compiled = records.of(compiler, CompiledCode)
+        compiled.codes.add(code)
+        stack.enter_context(compiling_for(compiled))
         token = _conversion.set(_Conversion(stack, torch.is_grad_enabled()))
         stack.callback(_conversion.reset, token)
         yield
@@ -481,7 +486,12 @@ def _after_conversion(request: Request, compiler: Any, code: CodeType, variables
 
 
 def _before_call(compiler: Any) -> None:
-    """Check for replaced tensors of the optimizers that a compiled callable steps."""
+    """Check for replaced tensors of the optimizers that a compiled callable steps; drop stale code."""
+    compiled = records.find(compiler, CompiledCode)
+    if compiled is not None and compiled.is_stale:
+        records.drop(compiler, CompiledCode)
+        for code in compiled.codes:
+            drop_code(code)
     for optimizer in records.find(compiler, _Stepped) or ():
         if not is_recorded(optimizer):  # recorded steps check for themselves
             settle_replaced(optimizer)

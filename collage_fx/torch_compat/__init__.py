@@ -41,7 +41,7 @@ try:
         remove_gradient_modes,
         versions_to_increment,
     )
-    from collage_fx.torch_compat.dynamo_counts import conversions, forget_counts, recompile_reasons
+    from collage_fx.torch_compat.dynamo_counts import conversions, drop_code, forget_counts, recompile_reasons
     from collage_fx.torch_compat.dynamo_trace import (
         ConvertAgain,
         Refused,

@@ -1,10 +1,15 @@
-"""Dynamo's records of the functions that it has converted."""
+"""What Dynamo has converted: its records of the functions, and their code."""
 
 from __future__ import annotations
 
-from torch._dynamo import utils
+from types import CodeType
 
-RELIED_ON = ("torch._dynamo:utils has clear_compilation_metrics, get_compilation_metrics",)
+from torch._dynamo import reset_code, utils
+
+RELIED_ON = (
+    "torch._dynamo:utils has clear_compilation_metrics, get_compilation_metrics",
+    "torch._dynamo:reset_code",
+)
 
 
 def forget_counts() -> None:
@@ -21,3 +26,8 @@ def recompile_reasons() -> list[str]:
     """Return the reason of each repeated conversion of the same function."""
     reasons = (metrics.recompile_reason for metrics in utils.get_compilation_metrics())
     return [reason for reason in reasons if reason]
+
+
+def drop_code(code: CodeType) -> None:
+    """Drop everything that a function has been converted to: its next call is converted again."""
+    reset_code(code)

@@ -113,9 +113,9 @@ class Watch:
             after it, which are not called if the value is None.
         before: called with ``(request, code, variables)``. An exception ends the conversion and reaches the
             user.
-        within: called with ``(code, variables)``; returns the context of a conversion.
-        after: called with ``(request, compiler, code, variables)`` after a graph was compiled. The compiler
-            is an object that identifies a call of ``torch.compile``.
+        within: called with ``(compiler, code, variables)``; returns the context of a conversion. The compiler is an
+            object that identifies a call of ``torch.compile``.
+        after: called with ``(request, compiler, code, variables)`` after a graph was compiled.
         failed: called like ``before``, with the exception that ended the conversion or the backend in it,
             except a refusal; the exception is then raised again.
         at_optimizer: see :func:`watching_optimizers`.
@@ -128,7 +128,7 @@ class Watch:
     is_watched: Callable[[Any], bool]
     request_of: Callable[[Any, dict[str, Any]], Any]
     before: Callable[[Any, CodeType, Mapping[str, Any]], None]
-    within: Callable[[CodeType, Mapping[str, Any]], AbstractContextManager[None]]
+    within: Callable[[Any, CodeType, Mapping[str, Any]], AbstractContextManager[None]]
     after: Callable[[Any, Any, CodeType, Mapping[str, Any]], None]
     failed: Callable[[Any, CodeType, Mapping[str, Any], Exception], None]
     at_optimizer: Callable[[Optimizer], Iterable[Place] | None]
@@ -158,7 +158,7 @@ def watch_conversions(watch: Watch) -> None:
             watch.before(request, code, variables)
             try:
                 with (
-                    watch.within(code, variables),
+                    watch.within(compiler_within(convert), code, variables),
                     dynamo_config.patch(watch.settings),
                     # A part without operations, now, may have some in a later step.
                     dynamo_config.patch(allow_empty_graphs=_may_be_empty(code, variables)),

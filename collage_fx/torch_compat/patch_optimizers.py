@@ -100,7 +100,8 @@ LISTS = Patch(
 #: End of Dynamo's name of a learning rate.
 LEARNING_RATE = "['lr']"
 
-#: Location of a number of an optimizer: the keys that lead to it from ``param_groups``.
+#: Location of a number of an optimizer: ``"param_groups"``, and the keys that lead to the number from there;
+#: or ``"state"``, the position of a parameter in it, and keys.
 Place = tuple[int | str, ...]
 
 
@@ -137,7 +138,7 @@ def watching_optimizers(
                 trace = records.of(output, _Trace)
                 trace.first = trace.first or value
                 if self.source is not None:
-                    trace.changing.update(_name(self.source, ("param_groups", *place)) for place in places)
+                    trace.changing.update(_name(self.source, place) for place in places)
 
         return watched
 
@@ -223,8 +224,10 @@ class _LookedFor:
 
 def _name(source: Any, place: Place) -> str:
     """Return Dynamo's name of the value reached from ``source`` by an attribute and then by keys."""
-    attribute, *keys = place
-    return f"{source.name}.{attribute}" + "".join(f"[{key!r}]" for key in keys)
+    attribute, first, *keys = place
+    container = f"{source.name}.{attribute}"
+    of_parameter = f"list(dict.keys({container}))[{first}]" if attribute == "state" else first
+    return f"{container}[{of_parameter}]" + "".join(f"[{key!r}]" for key in keys)
 
 
 def _by_optimizer(process: Callable[..., Any]) -> Callable[..., Any]:

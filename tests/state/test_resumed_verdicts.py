@@ -39,6 +39,8 @@ class Averaging(Optimizer):
         number: step -> weight of the gradient.
     """
 
+    shape = (8, 6)
+
     def __init__(self, params: list[torch.nn.Parameter], number: Callable[[int], float]) -> None:
         super().__init__(params, {"t": 0})
         self.number = number
@@ -120,6 +122,46 @@ class Following(Averaging):
             group["t"] += 1
 
 
+class CountsInGroup(Averaging):
+    """Captured step with bias corrections by a count that its first step adds to the group.
+
+    In few of the elements do last bits of the corrections count.
+    """
+
+    shape = (128, 32)
+
+    def counted(self, group: dict[str, Any], p: Tensor) -> float:
+        group["count"] = group.get("count", 0) + 1
+        return group["count"]
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for p in group["params"]:
+                count, state = self.counted(group, p), self.state[p]
+                if "m" not in state:
+                    state["m"], state["v"] = torch.zeros_like(p), torch.zeros_like(p)
+                state["m"].lerp_(p.grad, 0.1)
+                state["v"].mul_(0.999).addcmul_(p.grad, p.grad, value=0.001)
+                size = state["v"].sqrt() / math.sqrt(1 - 0.999**count)
+                p.addcdiv_(state["m"], size + 1e-8, value=-1e-3 / (1 - 0.9**count))
+
+
+class CountsInState(CountsInGroup):
+    def counted(self, group: dict[str, Any], p: Tensor) -> float:
+        self.state[p]["count"] = self.state[p].get("count", 0) + 1
+        return self.state[p]["count"]
+
+
+class CountsInPairs(CountsInGroup):
+    """The count is in a tuple of the state, as the bias corrections of QHAdam are."""
+
+    def counted(self, group: dict[str, Any], p: Tensor) -> float:
+        name, count = self.state[p].get("count", ("steps", 0.0))
+        self.state[p]["count"] = name, 1.0 + 0.95 * count
+        return 1.0 + 0.95 * count
+
+
 class LoadsByItself(Recorded):
     """Class whose own load knows no keys but torch's."""
 
@@ -141,11 +183,14 @@ class InAList(Recorded):
         self.param_groups[0]["t"] = state_dict["t"]
 
 
+COUNTING = (CountsInGroup, CountsInState, CountsInPairs)
+
 CASES = [
     *((Averaging, NUMBERS[name], stop) for name in NUMBERS for stop in (2, 3)),
     *((InPlace, number, stop) for number in WEIGHTS.values() for stop in (1, 2, 3)),
     *((Recorded, number, stop) for number in WEIGHTS.values() for stop in (1, 3)),
     *((Following, number, stop) for number in FOLLOWED.values() for stop in (1, 3)),
+    *((kind, WEIGHTS["cosine"], stop) for kind in COUNTING for stop in (1, 2, 3, 9)),
     (BeginsRounded, lambda t: 0.1, 1),
     *((kind, WEIGHTS["cosine"], 2) for kind in (LoadsByItself, InAList)),
 ]
@@ -157,7 +202,7 @@ def test_a_resumed_run_goes_on_bit_by_bit(
 ) -> None:
     def made() -> tuple[Averaging, list[torch.nn.Parameter]]:
         torch._dynamo.reset()
-        params = parameters(shapes=[(8, 6)])
+        params = parameters(shapes=[kind.shape])
         return install(kind(params, number)), params
 
     def take(optimizer: Averaging, params: list[torch.nn.Parameter], first: int, last: int) -> None:

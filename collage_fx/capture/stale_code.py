@@ -1,0 +1,62 @@
+"""Code that is compiled anew because other code has given error terms to a tensor that it writes without.
+
+A step that branches, on its count for instance, is several graphs. Where one of them stores a moving average
+that rounding does not hurt, the average gets no error terms; where another adds to it what rounding would
+lose, it gets them. From then on each graph has to keep them up to date, so the code of the first is dropped
+before its next call, and compiled for a tensor with error terms.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from types import CodeType
+from weakref import WeakSet
+
+from torch import Tensor
+
+from collage_fx.torch_compat import records
+
+__all__ = ["CompiledCode", "compiling_for", "note_write"]
+
+
+@dataclass(eq=False)
+class CompiledCode:
+    """What has been compiled for a call of ``torch.compile``, or for the recorded steps of an optimizer.
+
+    Attributes:
+        codes: the code objects of the functions that Dynamo has converted for it.
+        is_stale: whether a tensor that it writes without error terms has got some.
+    """
+
+    codes: set[CodeType] = field(default_factory=set)
+    is_stale: bool = False
+
+
+class _WrittenBy(WeakSet[CompiledCode]):
+    """Part of a tensor's record: the code that writes it without error terms."""
+
+
+#: What is being compiled in this thread belongs to this.
+_owner: ContextVar[CompiledCode | None] = ContextVar("_owner", default=None)
+
+
+@contextmanager
+def compiling_for(owner: CompiledCode) -> Iterator[None]:
+    """Context manager: what is compiled belongs to ``owner``."""
+    token = _owner.set(owner)
+    try:
+        yield
+    finally:
+        _owner.reset(token)
+
+
+def note_write(tensor: Tensor, *, compensated: bool) -> None:
+    """Note that the graph that is being compiled writes a tensor, with or without error terms."""
+    if compensated:
+        for owner in records.drop(tensor, _WrittenBy) or ():
+            owner.is_stale = True
+    elif (owner := _owner.get()) is not None:
+        records.of(tensor, _WrittenBy).add(owner)

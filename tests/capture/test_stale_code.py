@@ -1,0 +1,93 @@
+"""Steps whose graphs disagree on what needs error terms: the code without them is compiled anew."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from collage_fx import CollageBackend, error_terms, full_value, install
+from tests.support.training import parameters, set_gradients
+
+STEPS = 24
+
+#: Ways to follow the gradient with a moving average of the share .1, which rounding does not hurt ...
+FINE: tuple[Callable[[Tensor, Tensor], object], ...] = (
+    lambda m, g: m.lerp_(g, 0.1),
+    lambda m, g: m.mul_(0.9).add_(g, alpha=0.1),
+    lambda m, g: torch._foreach_lerp_([m], [g], 0.1),
+)
+#: ... and ways to change it by less than its last bit.
+LOSSY: tuple[Callable[[Tensor, Tensor], object], ...] = (
+    lambda m, g: m.lerp_(g, 2e-4),
+    lambda m, g: m.add_(g, alpha=1e-4),
+    lambda m, g: m.mul_(0.9999).addcmul_(g, g, value=1e-4),
+)
+
+
+class Turns(Optimizer):
+    """Steps of several kinds by turns; ``records``: with a branch on a value, so that they are recorded."""
+
+    def __init__(self, params: Any, kinds: list[Callable[[Tensor, Tensor], object]], *, records: bool) -> None:
+        super().__init__(params, {"t": 0})
+        self.kinds = kinds
+        self.records = records
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for p in group["params"]:
+                if self.records and not float(p.grad.float().norm()) > 0:
+                    continue
+                state = self.state[p]
+                if not state:
+                    state["m"] = torch.zeros_like(p)
+                self.kinds[group["t"] % len(self.kinds)](state["m"], p.grad)
+                p.add_(state["m"], alpha=-1e-4)
+            group["t"] += 1
+
+
+def _drawn(seed: int) -> list[Callable[[Tensor, Tensor], object]]:
+    draw = random.Random(seed)
+    return [draw.choice(FINE), *(draw.choice(draw.choice((FINE, LOSSY))) for _ in range(2)), draw.choice(LOSSY)]
+
+
+def _values(optimizer: Turns) -> list[Tensor]:
+    params = optimizer.param_groups[0]["params"]
+    with torch.no_grad():
+        return [full_value(x).double() for p in params for x in (p, optimizer.state[p]["m"])]
+
+
+@pytest.mark.parametrize("records", [False, True])
+@pytest.mark.parametrize("rounding", [None, "nearest"])
+@pytest.mark.parametrize("seed", range(2))
+def test_each_graph_keeps_the_error_terms_that_another_needs(seed: int, rounding: Any, records: bool) -> None:
+    kinds, params = _drawn(seed), parameters(shapes=[(16, 8), (7,)])
+    optimizer = Turns(params, kinds, records=records)
+    if records:
+        step = install(optimizer, rounding=rounding).step
+    else:
+        step = torch.compile(optimizer.step, backend=CollageBackend(rounding=rounding))
+    for i in range(2 * len(kinds)):  # by now each graph knows of the error terms
+        set_gradients(params, i)
+        step()
+    assert all(error_terms(optimizer.state[p]["m"]) for p in params)
+
+    exact = [torch.nn.Parameter(value) for value in _values(optimizer)[::2]]
+    wide = Turns(exact, kinds, records=False)
+    for q, value in zip(exact, _values(optimizer)[1::2], strict=True):
+        wide.state[q]["m"] = value
+    for i in range(STEPS):
+        set_gradients(params, i)
+        for p, q in zip(params, exact, strict=True):
+            q.grad = p.grad.double()
+        step()
+        wide.step()
+    for value, right in zip(_values(optimizer), _values(wide), strict=True):
+        # Each step rounds to a bf16 number and its error term, 16 bits, and computes in float32.
+        assert float((value - right).norm() / right.norm()) < STEPS * 2**-17
