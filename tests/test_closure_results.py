@@ -10,15 +10,17 @@ from __future__ import annotations
 import random
 import textwrap
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any, NamedTuple
 
 import pytest
 import torch
 from torch import Tensor
+from torch.amp import GradScaler
 from torch.optim import Optimizer
 
 from collage_fx import install, offload, step_in_backward
-from collage_fx.errors import UnsupportedOptimizerError
+from collage_fx.errors import GraphBreakError, UnsupportedOptimizerError
 from tests.support.training import compiled, differences, everything, parameters
 from tests.support.written_classes import gradients, relative_error, written_class
 
@@ -69,12 +71,13 @@ RESULTS: dict[str, Callable[[Tensor, float], Any]] = {
 
 
 class Case(NamedTuple):
-    """Keys of the tables above; whether the source of the step can be read."""
+    """Keys of the tables above; whether the source of the step can be read; backward passes of a call."""
 
     call: str
     use: str
     result: str
     has_source: bool
+    passes: int
 
 
 def drawn(seed: int) -> Case:
@@ -82,7 +85,7 @@ def drawn(seed: int) -> Case:
     call = draw.choice([*CALLS, *[*CALLS][:5]])
     result = draw.choice([*RESULTS])
     use = "returned" if result == "None" else draw.choice([*USES])
-    return Case(call, use, result, draw.random() < 0.8)
+    return Case(call, use, result, draw.random() < 0.8, draw.choice((1, 1, 2)))
 
 
 def optimizer_class(case: Case) -> Callable[[Any], Optimizer]:
@@ -108,19 +111,24 @@ def number(value):
 
 
 class Closure:
-    """A closure with real backward passes, whose gradients and losses depend on the number of its calls."""
+    """A closure with real backward passes, whose gradients and losses depend on the number of its calls.
 
-    def __init__(self, params: list[torch.nn.Parameter], result: Callable[[Tensor, float], Any]) -> None:
-        self.params, self.result, self.calls = params, result, 0
+    With several passes in a call, their gradients are accumulated.
+    """
+
+    def __init__(self, params: list[torch.nn.Parameter], case: Case) -> None:
+        self.params, self.result, self.calls = params, RESULTS[case.result], 0
+        self.passes = case.passes
         self.returned: list[Any] = []
 
     def __call__(self) -> Any:
         with torch.enable_grad():
             for p in self.params:
                 p.grad = None
-            pairs = zip(self.params, gradients(self.params, self.calls), strict=True)
-            total = torch.stack([(p * gradient).sum() for p, gradient in pairs]).sum()
-            total.backward()
+            for _ in range(self.passes):
+                pairs = zip(self.params, gradients(self.params, self.calls), strict=True)
+                total = torch.stack([(p * gradient / self.passes).sum() for p, gradient in pairs]).sum()
+                total.backward()
             loss = 0.25 * (1 + self.calls % 4)
             self.calls += 1
             self.returned.append(self.result(total, loss))
@@ -138,7 +146,7 @@ def trained(case: Case, dtype: torch.dtype, door: Callable[[Optimizer], Any]) ->
         p.grad = gradient
     optimizer = optimizer_class(case)(params)
     step = door(optimizer)
-    closure = Closure(params, RESULTS[case.result])
+    closure = Closure(params, case)
     said = []
     for _ in range(STEPS):
         returned = step(closure)
@@ -164,6 +172,10 @@ def faults(case: Case) -> Iterator[str]:
     doors: dict[str, tuple[torch.dtype, Callable[[Optimizer], Any]]] = {
         "install": (torch.bfloat16, lambda optimizer: install(optimizer).step),
         "torch.compile": (torch.bfloat16, compiled),
+        "a scaler that is off": (
+            torch.bfloat16,
+            lambda optimizer: partial(GradScaler("cpu", enabled=False).step, install(optimizer)),
+        ),
         "install, float32": (torch.float32, lambda optimizer: install(optimizer).step),
     }
     for name, (dtype, door) in doors.items():
@@ -200,3 +212,47 @@ def test_a_step_that_uses_the_loss_is_not_taken_in_the_backward_pass(release: Ca
     with pytest.raises(UnsupportedOptimizerError, match=r"without a closure(.|\n)*install\(optimizer\)"):
         release(model, optimizer)
     assert differences(before, everything(optimizer)) == []
+
+
+def test_a_scaler_that_is_on_refuses_a_closure_as_in_eager_torch() -> None:
+    params = start()
+    optimizer = install(torch.optim.AdamW(params))
+    scaler = GradScaler("cpu")
+    before = everything(optimizer)
+    with pytest.raises(RuntimeError, match="Closure use is not currently supported"):
+        scaler.step(optimizer, closure=lambda: None)
+    assert differences(before, everything(optimizer)) == []
+
+
+class WithoutInit(Optimizer):
+    """Optimizer whose ``__init__`` does not call torch's, so that torch does not wrap its step."""
+
+    def __init__(self, params: Any) -> None:
+        self.param_groups = [{"params": list(params)}]
+        self.defaults, self.state = {}, {}
+
+    def step(self, closure: Any = None) -> Any:
+        loss = None if closure is None else closure()
+        with torch.no_grad():
+            for p in self.param_groups[0]["params"]:
+                p.sub_(p.grad, alpha=2.0**-9)
+        return loss
+
+
+@pytest.mark.parametrize("passes", [1, 2])
+def test_a_step_that_torch_has_not_wrapped_is_recorded_with_its_closure(passes: int) -> None:
+    """Dynamo would trace the closure, with its backward pass: that is refused, and the remedy is right."""
+    case = Case("first", "returned", "a tensor", True, passes)
+    exact = [torch.nn.Parameter(p.detach().double()) for p in start()]
+    optimizer, expected = WithoutInit(start()), WithoutInit(exact)
+    closure, in_eager_torch = Closure(params_of(optimizer), case), Closure(exact, case)
+    before = [p.detach().clone() for p in params_of(optimizer)]
+    with pytest.raises(GraphBreakError, match=r"collage_fx\.install\(optimizer\)"):
+        compiled(optimizer)(closure)
+    assert closure.calls == 0
+    assert all(map(torch.equal, before, params_of(optimizer)))
+    step = install(optimizer).step
+    for _ in range(STEPS):
+        assert _plain(step(closure)) == _plain(expected.step(in_eager_torch))
+    assert closure.calls == STEPS
+    assert relative_error(params_of(optimizer), exact, start()) <= ALLOWED

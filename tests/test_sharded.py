@@ -15,11 +15,12 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
 from torch.nn import Parameter
 
-from collage_fx import CollageBackend, CollageError, error_terms, full_value, load_full_state_dict
+from collage_fx import CollageBackend, CollageError, error_terms, full_value, install, load_full_state_dict
 from collage_fx.choices import Rounding, Strategy
 from collage_fx.errors import UnsupportedTensorError
 from collage_fx.state import adopt, record_of
 from collage_fx.torch_compat import local_tensor
+from tests.capture.test_ways_past import ANOTHER_STEP, COMPENSATED, LR, SAME_STEP, STEPS, relative
 from tests.support.processes import Processes
 from tests.support.training import parameters, set_gradients
 
@@ -231,6 +232,45 @@ def test_fsdp2_leaves_the_bits_of_one_process(two_processes: Processes) -> None:
     for name, p in whole.named_parameters():
         for one, other in zip((p.detach(), *error_terms(p)), left[name], strict=True):
             assert torch.equal(one, other), name
+
+
+def stepped_past_install(index: int) -> tuple[float, str]:
+    """Step a model in pieces on a way past its installed step: the error, and what was said."""
+    way = (SAME_STEP + ANOTHER_STEP)[index]
+    torch._dynamo.reset()
+    sharded, exact = model(), model().double()
+    for layer in sharded:
+        fully_shard(layer)
+    fully_shard(sharded)
+    optimizer = install(torch.optim.AdamW(sharded.parameters(), lr=LR))
+    reference = torch.optim.AdamW(exact.parameters(), lr=LR)
+    said = ""
+    for seed in range(STEPS):
+        inputs = torch.randn(8, 4, generator=torch.Generator().manual_seed(seed)).bfloat16()
+        sharded(inputs).square().mean().backward()
+        for p, q in zip(sharded.parameters(), exact.parameters(), strict=True):
+            q.grad = None if p.grad is None else in_one_piece(p.grad).double()
+        reference.step()
+        try:
+            optimizer.step() if seed < 2 else way(optimizer, optimizer.step)
+        except CollageError as error:
+            said = str(error)
+            break
+        optimizer.zero_grad()
+    with warnings.catch_warnings(action="ignore"):  # of error terms that an eager step has passed by
+        whole = [in_one_piece(full_value(p)) for p in sharded.parameters()]
+    return relative(whole, list(exact.parameters()), list(model().parameters())), said
+
+
+@pytest.mark.parametrize("index", range(len(SAME_STEP + ANOTHER_STEP)))
+def test_ways_past_install_are_compensated_or_refused_under_fsdp2(
+    two_processes: Processes, index: int
+) -> None:
+    (error, said), (_, said_by_the_other) = two_processes.run(stepped_past_install, index)
+    assert bool(said) == bool(said_by_the_other), "or one process waits for the other"
+    assert said or error <= COMPENSATED
+    if said:  # where torch is told not to compile, a step would have to be recorded
+        assert "collage_fx.install(optimizer)" in said or "a DTensor in a step that has to be recorded" in said
 
 
 def measured_in_pieces() -> Any:
