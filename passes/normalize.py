@@ -66,11 +66,29 @@ class Normalize(Pass):
         for node in list(editor.graph.nodes):
             _fold_number(editor, node)
         for node in list(editor.graph.nodes):
+            _keep_as_tensor(editor, node)
             _choose_constant_branch(editor, node)
             _forward_copy(editor, node)
         read_before_overwriting(editor)
         editor.finish()
         return f"{opened} composite and {unpacked} foreach operations opened"
+
+
+def _keep_as_tensor(editor: GraphEditor, node: Node) -> None:
+    """Replace a tensor made of ``x.item()`` by x: only then has a step counter's value no part in the code."""
+    read = node.args[0] if node.target is aten.scalar_tensor.default else None
+    if not isinstance(read, Node) or read.target is not aten._local_scalar_dense.default:
+        return
+    x, made = read.args[0], tensor_value(node)
+    value = tensor_value(x)
+    assert made is not None
+    if value is None or value.device != made.device:
+        return
+    with editor.graph.inserting_before(node):
+        converted = editor.call(prims.convert_element_type.default, x, made.dtype)
+    _replace(editor, node, converted)
+    if not read.users:
+        editor.graph.erase_node(read)
 
 
 def _open_composite(editor: GraphEditor, node: Node) -> bool:

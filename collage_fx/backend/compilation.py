@@ -36,6 +36,7 @@ from collage_fx.capture import (
     note_compiled_step,
     note_forward,
     note_write,
+    number_of_the_past,
     record_instead,
     refuse_aliases,
     refuse_fused_operators,
@@ -254,6 +255,7 @@ class Compilation:
                     note_forward((*self.module.parameters(), *self.arguments))
                 elif torch.is_grad_enabled():
                     remove_gradient_modes(self.module)
+            self._read_numbers_in_python()
             step = self._by_family(needs_grad=needs_grad)
             stand_in = any(map(has_stand_ins, optimizers))
             if STAND_INS.get() and not thinned_lists():
@@ -276,6 +278,18 @@ class Compilation:
             for optimizer in optimizers:  # no step has been taken: remove state that the trace has made
                 forget_new_state(optimizer)
             raise
+
+    def _read_numbers_in_python(self) -> None:
+        """Record a step that Dynamo has captured with a number of the past, or refuse it."""
+        if (number := number_of_the_past(self.module)) is None:
+            return
+        reason = "a float64 tensor is read as a number after it has been written"
+        record_instead(self.optimizers.values(), self.request, reason)
+        raise UnsupportedOptimizerError(
+            f"{reason}, for which Dynamo takes its value before the step",
+            where=statement_of([number, *number.users]) or self.subject,
+            remedy="make the counter a float32 or integer tensor, or a Python number",
+        )
 
     def _noting(self, step: Callable[..., Any], optimizers: Sequence[Optimizer]) -> Callable[..., Any]:
         """Wrap a step so that its writes are known to be its own; a recorded step does so as a whole."""

@@ -9,6 +9,7 @@ from collage_fx.capture.new_state import forget_new_state
 from collage_fx.capture.numbers import decompositions
 from collage_fx.capture.recording import RecordedPart, Request
 from collage_fx.capture.refusals import (
+    number_of_the_past,
     refuse_aliases,
     refuse_devices,
     refuse_fused_operators,

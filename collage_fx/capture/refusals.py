@@ -45,6 +45,7 @@ from collage_fx.state import KnownTensor, is_packed, parameter_names
 from collage_fx.torch_compat import (
     OTHER_VERSIONS,
     aot_input_of,
+    decides_by_number,
     fused_operator,
     has_internal_overlap,
     is_wrapper,
@@ -52,6 +53,7 @@ from collage_fx.torch_compat import (
     misfits,
     sharding_of,
     storage_of,
+    version_of,
 )
 
 #: Remedy for an optimizer class whose steps torch does not wrap.
@@ -295,6 +297,19 @@ def refuse_fused_operators(gm: GraphModule) -> None:
                 remedy="write the update as ordinary operations, or call torch.optim's function for it, such "
                 "as torch.optim.adamw.adamw, with fused=False: this backend makes fused kernels itself",
             )
+
+
+def number_of_the_past(gm: GraphModule) -> Node | None:
+    """Return a 0-d float64 tensor that a captured graph writes and reads as a number; None if there is none.
+
+    Dynamo takes the number that the tensor has before the step, and AOTAutograd drops what writes it.
+    """
+    for node in gm.graph.nodes:
+        value = node.meta.get("example_value")
+        if isinstance(value, Tensor) and value.dtype is torch.float64 and not value.dim() and version_of(value):
+            if any(user.target == "item" for user in node.users) or decides_by_number(value):
+                return node
+    return None
 
 
 def _is_low_precision(node: Node) -> bool:

@@ -24,7 +24,7 @@ __all__ = ["CompiledCode", "compiling_for", "note_write"]
 
 @dataclass(eq=False)
 class CompiledCode:
-    """What has been compiled for a call of ``torch.compile``, or for the recorded steps of an optimizer.
+    """Code that has been compiled for a call of ``torch.compile``, or for an optimizer's recorded steps.
 
     Attributes:
         codes: the code objects of the functions that Dynamo has converted for it.
@@ -39,7 +39,7 @@ class _WrittenBy(WeakSet[CompiledCode]):
     """Part of a tensor's record: the code that writes it without error terms."""
 
 
-#: What is being compiled in this thread belongs to this.
+#: Owner of the code that this thread is compiling.
 _owner: ContextVar[CompiledCode | None] = ContextVar("_owner", default=None)
 
 

@@ -399,7 +399,10 @@ class _Rewriter:
         return made
 
     def _replacement(self, node: Node) -> Node | None:
-        target, dtype = node.target, node.meta["val"].dtype
+        target, value = node.target, node.meta["val"]
+        if not isinstance(value, Tensor):
+            raise NoSpelling(f"{getattr(target, '__name__', target)} of integers that are no tensors")
+        dtype = value.dtype
         args: tuple[Any, ...] = node.args
         if target in FUNCTIONS:
             return self._call(FUNCTIONS[target], args, node, dtype)

@@ -60,6 +60,7 @@ try:
         FakeTensorMode,
         SymbolicScope,
         current_size,
+        decides_by_number,
         detect_fake_mode,
         fake_like,
         real_tensors,

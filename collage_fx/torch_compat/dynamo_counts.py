@@ -1,14 +1,14 @@
-"""What Dynamo has converted: its records of the functions, and their code."""
+"""Functions that Dynamo has converted: its records of them, and their code."""
 
 from __future__ import annotations
 
 from types import CodeType
 
-from torch._dynamo import reset_code, utils
+from torch._dynamo import eval_frame, utils
 
 RELIED_ON = (
     "torch._dynamo:utils has clear_compilation_metrics, get_compilation_metrics",
-    "torch._dynamo:reset_code",
+    "torch._dynamo:eval_frame has reset_code",
 )
 
 
@@ -30,4 +30,4 @@ def recompile_reasons() -> list[str]:
 
 def drop_code(code: CodeType) -> None:
     """Drop everything that a function has been converted to: its next call is converted again."""
-    reset_code(code)
+    eval_frame.reset_code(code)

@@ -22,7 +22,9 @@ RELIED_ON = (
     "torch.fx.experimental.symbolic_shapes:ShapeEnv has produce_guards_expression",
     "torch.fx.experimental.symbolic_shapes:ShapeEnv.create_symbol has var_to_sources",
     "torch.fx.experimental.symbolic_shapes:ShapeEnv.produce_guards_verbose has guards",
+    "torch.fx.experimental.symbolic_shapes:ShapeGuard has expr",
     "torch.fx.experimental.sym_node:SymNode has expr, shape_env",
+    "torch._subclasses.fake_tensor:FakeTensor.__new__ has item_memo",
 )
 
 
@@ -51,6 +53,14 @@ def symbol_source(value: torch.SymInt | torch.SymFloat) -> str:
     expression = value.node.expr
     sources = value.node.shape_env.var_to_sources.get(expression, ())
     return str(sources[0].name) if sources and isinstance(sources[0].name, str) else str(expression)
+
+
+def decides_by_number(value: torch.Tensor) -> bool:
+    """Return whether a trace has made a decision by the number in a 0-d input, read with ``item()``."""
+    number = value.item_memo if isinstance(value, FakeTensor) else None
+    if number is None:
+        return False
+    return any(number.node.expr in guard.expr.free_symbols for guard in number.node.shape_env.guards)
 
 
 def detect_fake_mode(tensors: Iterable[torch.Tensor]) -> FakeTensorMode | None:
