@@ -15,7 +15,16 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
 from torch.nn import Parameter
 
-from collage_fx import CollageBackend, CollageError, error_terms, full_value, install, load_full_state_dict
+from collage_fx import (
+    CollageBackend,
+    CollageError,
+    backend_of,
+    error_terms,
+    full_value,
+    install,
+    load_full_state_dict,
+    step_in_backward,
+)
 from collage_fx.choices import Rounding, Strategy
 from collage_fx.errors import UnsupportedTensorError
 from collage_fx.state import adopt, record_of
@@ -271,6 +280,32 @@ def test_ways_past_install_are_compensated_or_refused_under_fsdp2(
     assert said or error <= COMPENSATED
     if said:  # where torch is told not to compile, a step would have to be recorded
         assert "collage_fx.install(optimizer)" in said or "a DTensor in a step that has to be recorded" in said
+
+
+def trained_in_the_backward_pass(release: bool) -> tuple[list[Tensor], int]:
+    """The parameters after some steps of FSDP2 with many parts, and how many graphs were compiled."""
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    sharded = torch.nn.Sequential(*(torch.nn.Linear(6, 6) for _ in range(13))).bfloat16()
+    for layer in (*sharded, sharded):
+        fully_shard(layer)
+    optimizer = adamw(sharded.parameters())
+    step_in_backward(sharded, optimizer) if release else install(optimizer)
+    for seed in range(4):
+        inputs = torch.randn(8, 6, generator=torch.Generator().manual_seed(seed)).bfloat16()
+        sharded(inputs).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    graphs = backend_of(optimizer).report().graphs
+    return [in_one_piece(full_value(p)) for p in sharded.parameters()], len(graphs)
+
+
+def test_parts_of_a_step_in_the_backward_pass_are_one_graph_under_fsdp2(two_processes: Processes) -> None:
+    """Each of the 13 parts was a compilation, of which 8 are too many."""
+    (released, graphs), _ = two_processes.run(trained_in_the_backward_pass, True)
+    (stepped, _), _ = two_processes.run(trained_in_the_backward_pass, False)
+    assert graphs == 1
+    assert all(map(torch.equal, released, stepped))
 
 
 def measured_in_pieces() -> Any:

@@ -158,7 +158,7 @@ from collage_fx.torch_compat import (
     is_torchs_step,
     is_traced_whole,
     is_traced_without_wrapper,
-    keep_sizes,
+    local_tensor,
     own_step,
     records,
     sharding_of,
@@ -370,8 +370,6 @@ def _before_conversion(request: Request, code: CodeType, variables: Mapping[str,
             record(optimizer, request, reason)
         if is_recorded(optimizer):
             raise RunEagerly
-        for known in known_tensors({"self": optimizer}).values():
-            keep_sizes(known.tensor)
     too_often = [subject for subject in _subjects(code, variables) if _is_at_limit(subject, code)]
     for subject in too_often:
         if not (isinstance(subject, Optimizer) and is_recordable(subject)):
@@ -440,7 +438,11 @@ def _gradients_with_sizes(optimizer: Optimizer) -> Iterator[None]:
 
 def _is_view_of_its_own(gradient: Tensor, parameter: Tensor) -> bool:
     """Return whether a gradient that needs no gradient is a view although its parameter is none."""
-    return not gradient.requires_grad and base_of(gradient) is not None and base_of(parameter) is None
+    if gradient.requires_grad:
+        return False
+    if sharding_of(gradient) is not None:
+        return base_of(local_tensor(gradient)) is not None
+    return base_of(gradient) is not None and base_of(parameter) is None
 
 
 def _at_failed_conversion(

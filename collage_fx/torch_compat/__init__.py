@@ -166,7 +166,6 @@ try:
         is_held_by_torch,
         is_wrapper,
         is_wrapper_class,
-        keep_sizes,
         local_tensor,
         metadata_check,
         offsets_of_shard,

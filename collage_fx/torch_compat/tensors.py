@@ -198,15 +198,6 @@ def offsets_of_shard(tensor: torch.Tensor) -> tuple[int, ...]:
     return tuple(shard.offsets)
 
 
-def keep_sizes(tensor: torch.Tensor) -> None:
-    """Make Dynamo treat a DTensor's sizes as constants, even if another optimizer's sizes differ.
-
-    Dynamo does so by itself for ordinary tensors of an optimizer. Do not call this during a trace.
-    """
-    if sharding_of(tensor) is not None:
-        torch._dynamo.mark_static(tensor)
-
-
 def local_tensor(tensor: torch.Tensor, sharding: Sharding | None = None) -> torch.Tensor:
     """Return this process's shard of a DTensor, as the same object each time; other tensors unchanged.
 
