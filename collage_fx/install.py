@@ -37,7 +37,7 @@ from collage_fx.capture import (
     refuse_uninitialized,
     refuse_unknown_torch,
 )
-from collage_fx.choices import Strategy
+from collage_fx.choices import Strategy, takes_options
 from collage_fx.errors import (
     EagerStepError,
     GradientReleaseError,
@@ -102,6 +102,7 @@ class InstallOptions(GivenOptions, total=False):
     backend: CollageBackend | None
 
 
+@takes_options
 def install(
     optimizer: Installed, *, backend: CollageBackend | None = None, **options: Unpack[GivenOptions]
 ) -> Installed:

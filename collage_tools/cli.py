@@ -19,24 +19,13 @@ import re
 import subprocess
 import sys
 from collections.abc import Callable, Collection, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, NoReturn, get_args
 
 import collage_fx
-from collage_fx.choices import (
-    AUDIT_STEPS,
-    Architecture,
-    Arithmetic,
-    Changes,
-    Dtype,
-    ErrorFormatName,
-    PackedFormatName,
-    Rounding,
-    Strategy,
-    did_you_mean,
-)
+from collage_fx.choices import AUDIT_STEPS, Architecture, Dtype, OptionFields, did_you_mean, names_of
 from collage_fx.clock import clock
 
 if TYPE_CHECKING:
@@ -51,7 +40,7 @@ STATUSES = """\
 exit status: 0 = done, and nothing is wrong; 1 = the command found a failure, or the step is refused;
 2 = a mistake on the command line, or options that do not fit the optimizer; 130 = interrupted"""
 #: Options of a backend that the command line offers.
-OPTIONS = ("strategy", "error_format", "arithmetic", "rounding", "state", "bytes_per_parameter", "changes")
+OPTIONS = [each for each in fields(OptionFields) if each.metadata["in_shell"]]
 
 
 class UsageError(Exception):
@@ -194,34 +183,17 @@ def _add_optimizer_options(parser: argparse.ArgumentParser) -> None:
         metavar="M,N",
         help="shape of a parameter; may be repeated (64,64 and 64)",
     )
-    add("--strategy", type=_choice(get_args(Strategy)), default="plus", help="none, light, plus or full")
-    formats = get_args(ErrorFormatName)
-    add(
-        "--error-format",
-        type=_choice(formats, _registered("ERROR_FORMATS")),
-        help=f"format of error terms: {', '.join(formats)} (exact; of native: mcf)",
-    )
-    add("--arithmetic", type=_choice(get_args(Arithmetic)), default="wide", help="wide or native")
-    add(
-        "--rounding", type=_choice(get_args(Rounding)), help="dither (default of wide) or nearest (of native)"
-    )
-    add(
-        "--bytes-per-parameter",
-        type=float,
-        help="budget: take the most precise options within it, list others",
-    )
-    add(
-        "--changes",
-        type=_choice(get_args(Changes)),
-        default="summed",
-        help="summed (default), which is nearer to float64 at small learning rates, or as written",
-    )
-    packed = get_args(PackedFormatName)
-    add(
-        "--state",
-        type=_choice(packed, _registered("PACKED_FORMATS")),
-        help=f"format in which to pack state: {', '.join(packed)} (default: not packed)",
-    )
+    for option in OPTIONS:
+        names, registry = names_of(option.name), option.metadata["registry"]
+        default = option.default if isinstance(option.default, str) else "the backend's"
+        kind = _choice(names, *([_registered(registry)] if registry else ())) if names else float
+        values = f": {', '.join(names)} ({default})" if names else ""
+        add(
+            f"--{option.name.replace('_', '-')}",
+            type=kind,
+            default=option.default,
+            help=option.metadata["summary"].replace("``", "") + values,
+        )
 
 
 def _add_explain_options(parser: argparse.ArgumentParser) -> None:
@@ -292,7 +264,7 @@ def _compiled(optimizer: Optimizer, choices: dict[str, Any]) -> CollageReport:
 
 def _choices(options: argparse.Namespace) -> dict[str, Any]:
     """Return the options of a backend that were given."""
-    return {name: getattr(options, name) for name in OPTIONS}
+    return {each.name: getattr(options, each.name) for each in OPTIONS}
 
 
 def _shapes(options: argparse.Namespace) -> list[tuple[int, ...]]:

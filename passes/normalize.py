@@ -75,7 +75,7 @@ class Normalize(Pass):
 
 
 def _keep_as_tensor(editor: GraphEditor, node: Node) -> None:
-    """Replace a tensor made of ``x.item()`` by x: only then has a step counter's value no part in the code."""
+    """Replace a tensor made of ``x.item()`` by x: a number that is read would be a symbol of the graph."""
     read = node.args[0] if node.target is aten.scalar_tensor.default else None
     if not isinstance(read, Node) or read.target is not aten._local_scalar_dense.default:
         return

@@ -32,7 +32,7 @@ class UpdateSizes:
     """Part of an optimizer's record.
 
     Attributes:
-        counts: name of a parameter -> number of elements whose update had 2**i <= abs(update) < 2**(i + 1), by i.
+        counts: name of a parameter -> i -> number of updates with 2**i <= abs(update) < 2**(i + 1).
         lost: name -> norm of the whole value without the stored one, after the last step.
         ends: name -> whole value after the last step.
     """
@@ -101,7 +101,7 @@ def sizes(moved: Tensor) -> dict[int, int]:
     return dict(Counter(math.frexp(each)[1] - 1 for each in moved.flatten().tolist() if each))
 
 
-WAYS: dict[str, tuple[type[Optimizer], Callable[[nn.Module, Optimizer], object]]] = {
+WAYS: dict[str, tuple[Any, Callable[[nn.Module, Optimizer], object]]] = {
     "installed": (torch.optim.AdamW, lambda model, optimizer: install(optimizer)),
     "packed": (torch.optim.AdamW, lambda model, optimizer: install(optimizer, bytes_per_parameter=8)),
     "recorded": (Branching, lambda model, optimizer: install(optimizer)),

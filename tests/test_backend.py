@@ -2,11 +2,13 @@ from __future__ import annotations
 
 import importlib.metadata
 import inspect
+import json
 import logging
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import fields
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,9 +16,21 @@ import torch
 from torch._dynamo.utils import counters
 
 import collage_fx
-from collage_fx import CollageBackend, CollageError, backend_for, collage_backend, error_terms, full_value
+from collage_fx import (
+    CollageBackend,
+    CollageError,
+    audit,
+    backend_for,
+    collage_backend,
+    error_terms,
+    explain,
+    full_value,
+    install,
+    offload,
+    step_in_backward,
+)
 from collage_fx.capture import watch
-from collage_fx.choices import Mode
+from collage_fx.choices import Mode, OptionFields
 from collage_fx.options import GivenOptions, Options
 from tests.support.training import (
     Descent,
@@ -477,3 +491,23 @@ def test_options_are_listed_alike() -> None:
     }
     assert {name: each.__forward_arg__ for name, each in GivenOptions.__annotations__.items()} == arguments
     assert list(arguments) == [each.name for each in fields(Options)]
+
+
+@pytest.mark.parametrize(
+    "taking", [CollageBackend, backend_for, install, explain, audit, offload, step_in_backward]
+)
+def test_help_shows_the_options(taking: Callable[..., Any]) -> None:
+    shown = inspect.signature(taking).parameters
+    for each in fields(OptionFields):
+        assert (shown[each.name].default, shown[each.name].annotation) == (each.default, each.type)
+    assert not any(each.kind is each.VAR_KEYWORD for each in shown.values())
+
+
+def test_the_page_of_options_lists_them() -> None:
+    page = (Path(__file__).parents[1] / "docs" / "options.md").read_text(encoding="utf-8")
+    options = CollageBackend().options
+    for each in fields(OptionFields):
+        value = getattr(options, each.name)
+        default = json.dumps(value) if isinstance(value, str) else str(value)
+        shown = "the pipeline" if each.name == "passes" else f"`{default}`"
+        assert f"| `{each.name}` | {shown} | {each.metadata['summary'].replace('``', '`')} |\n" in page

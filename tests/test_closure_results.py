@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import random
 import textwrap
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any, NamedTuple
@@ -19,7 +20,7 @@ from torch import Tensor
 from torch.amp import GradScaler
 from torch.optim import Optimizer
 
-from collage_fx import install, offload, step_in_backward
+from collage_fx import CollageBackend, install, offload, step_in_backward
 from collage_fx.errors import GraphBreakError, UnsupportedOptimizerError
 from tests.support.training import compiled, differences, everything, parameters
 from tests.support.written_classes import gradients, relative_error, written_class
@@ -229,7 +230,7 @@ class WithoutInit(Optimizer):
 
     def __init__(self, params: Any) -> None:
         self.param_groups = [{"params": list(params)}]
-        self.defaults, self.state = {}, {}
+        self.defaults, self.state = {}, defaultdict(dict)
 
     def step(self, closure: Any = None) -> Any:
         loss = None if closure is None else closure()
@@ -244,15 +245,17 @@ def test_a_step_that_torch_has_not_wrapped_is_recorded_with_its_closure(passes: 
     """Dynamo would trace the closure, with its backward pass: that is refused, and the remedy is right."""
     case = Case("first", "returned", "a tensor", True, passes)
     exact = [torch.nn.Parameter(p.detach().double()) for p in start()]
-    optimizer, expected = WithoutInit(start()), WithoutInit(exact)
-    closure, in_eager_torch = Closure(params_of(optimizer), case), Closure(exact, case)
+    params = start()
+    optimizer, expected = WithoutInit(params), WithoutInit(exact)
+    closure, in_eager_torch = Closure(params, case), Closure(exact, case)
     before = [p.detach().clone() for p in params_of(optimizer)]
     with pytest.raises(GraphBreakError, match=r"collage_fx\.install\(optimizer\)"):
-        compiled(optimizer)(closure)
+        torch.compile(optimizer.step, backend=CollageBackend())(closure)
     assert closure.calls == 0
     assert all(map(torch.equal, before, params_of(optimizer)))
-    step = install(optimizer).step
+    step: Callable[..., Any] = install(optimizer).step
+    in_eager: Callable[..., Any] = expected.step
     for _ in range(STEPS):
-        assert _plain(step(closure)) == _plain(expected.step(in_eager_torch))
+        assert _plain(step(closure)) == _plain(in_eager(in_eager_torch))
     assert closure.calls == STEPS
     assert relative_error(params_of(optimizer), exact, start()) <= ALLOWED

@@ -351,7 +351,9 @@ def test_a_tensor_of_more_elements_than_32_bits_count() -> None:
     """2**31 + 1, of which both ends and the middle are looked at: 24 GiB."""
     parameter = torch.nn.Parameter(torch.ones(2**31 + 1, dtype=torch.bfloat16, device=DEVICE))
     parameter.grad = torch.ones_like(parameter)
-    step = torch.compile(torch.optim.SGD([parameter], lr=2.0**-12).step, backend=CollageBackend("light"))
+    step = torch.compile(
+        torch.optim.SGD([parameter], lr=2.0**-12).step, backend=CollageBackend(strategy="light")
+    )
     for _ in range(3):
         step()
     (rest,) = error_terms(parameter)
@@ -529,7 +531,9 @@ def test_displacement(options: dict[str, Any], bound: float, record_property: Re
 
 @pytest.mark.parametrize("arithmetic", ["wide", "native"])
 def test_second_moment(arithmetic: Any, record_property: Record) -> None:
-    errors = second_moment_errors(CollageBackend("plus", arithmetic=arithmetic), (0.95, 0.999), device=DEVICE)
+    errors = second_moment_errors(
+        CollageBackend(strategy="plus", arithmetic=arithmetic), (0.95, 0.999), device=DEVICE
+    )
     for beta2, values in errors.items():
         note(record_property, f"second moment error on {DEVICE}, {arithmetic}, beta2 = {beta2}", values[-1])
         assert max(values) <= 2e-3
@@ -537,13 +541,13 @@ def test_second_moment(arithmetic: Any, record_property: Record) -> None:
 
 @pytest.mark.parametrize("arithmetic", ["wide", "native"])
 def test_weight_decay_arrives(arithmetic: Any, record_property: Record) -> None:
-    share = decay_achieved(CollageBackend("light", arithmetic=arithmetic), device=DEVICE)
+    share = decay_achieved(CollageBackend(strategy="light", arithmetic=arithmetic), device=DEVICE)
     note(record_property, f"weight decay achieved on {DEVICE}, light {arithmetic}", share)
     assert abs(share - 1) <= 0.005
 
 
 def test_plain_bfloat16_loses(record_property: Record) -> None:
-    error = displacement(CollageBackend("none"), device=DEVICE).error
+    error = displacement(CollageBackend(strategy="none"), device=DEVICE).error
     note(record_property, f"displacement error on {DEVICE}, plain bfloat16", error)
     assert error >= 0.9
-    assert decay_achieved(CollageBackend("none"), device=DEVICE) == 0
+    assert decay_achieved(CollageBackend(strategy="none"), device=DEVICE) == 0

@@ -173,7 +173,7 @@ def test_products_and_sums_are_launched_for_each_shape(make: Any, most: int) -> 
     shapes = [(36, 12), (12, 12), (48, 12), (12, 48)]
     found = []
     for layers in (2, 5):
-        rig = CompiledOptimizer(shapes * layers, make, CollageBackend("plus"), device="cuda")
+        rig = CompiledOptimizer(shapes * layers, make, CollageBackend(strategy="plus"), device="cuda")
         (grads,) = gradients(shapes * layers, 1)
         with fresh_cache():  # kernels that are found there have been asked no questions
             for _ in range(3):

@@ -243,7 +243,7 @@ def trained_in_buckets() -> dict[str, Any]:
     reference = [nn.Parameter(p.detach().double()) for p in params]
     start = torch.cat([p.detach().flatten() for p in reference])
     of_reference = torch.optim.AdamW(reference, lr=1e-3, weight_decay=0.1)
-    backend = CollageBackend("full")
+    backend = CollageBackend(strategy="full")
     install(optimizer, backend=backend)
     places = set()
     for seed in range(LONG):

@@ -424,7 +424,7 @@ def moved(body: str, arithmetic: Any) -> Tensor:
     p = optimizer.parameter
     p.data = START.clone()
     p.grad = torch.ones(4, dtype=torch.bfloat16)
-    backend = CollageBackend("light", arithmetic=arithmetic)
+    backend = CollageBackend(strategy="light", arithmetic=arithmetic)
     torch.compile(optimizer.step, backend=backend, fullgraph=True)()
     return full_value(p).detach()
 
@@ -464,7 +464,7 @@ def test_kahan(dtype: torch.dtype, arithmetic: Any, strategy: Any) -> None:
     rule = Rule(KAHAN, (("s1", "zeros"),), dtype, "matrix", seed=1)
     optimizer, exact = DrawnOptimizer(rule), DrawnOptimizer(rule, float64=True)
     p = optimizer.parameter
-    backend = CollageBackend(strategy, arithmetic=arithmetic)
+    backend = CollageBackend(strategy=strategy, arithmetic=arithmetic)
     step = torch.compile(optimizer.step, backend=backend, fullgraph=True)
     u, quantum = unit_roundoff(dtype), 2.0 ** SMALLEST[dtype]
     rounding = {"wide": 4 * u**2, "native": 4 * u}[arithmetic]
@@ -501,7 +501,7 @@ def test_gradients_that_accumulate(strategy: Any) -> None:
     """Exact: 1 and a few times 2**-10, which plain bfloat16 rounds away."""
     p = torch.nn.Parameter(torch.ones(4, dtype=torch.bfloat16))
     p.grad = torch.ones(4, dtype=torch.bfloat16)
-    step = torch.compile(accumulate, backend=CollageBackend(strategy), fullgraph=True)
+    step = torch.compile(accumulate, backend=CollageBackend(strategy=strategy), fullgraph=True)
     optimizer = torch.optim.SGD([p], lr=0.1)
     for _ in range(3):
         step(optimizer, [torch.full((4,), 2.0**-10, dtype=torch.bfloat16)])
@@ -512,7 +512,7 @@ def test_a_clipped_gradient_gets_no_error_terms() -> None:
     rule = _rule("g.mul_(0.3)\np.sub_(1e-4 * g)")
     optimizer = DrawnOptimizer(rule)
     optimizer.parameter.grad = rule.gradients()[0]
-    torch.compile(optimizer.step, backend=CollageBackend("full"), fullgraph=True)()
+    torch.compile(optimizer.step, backend=CollageBackend(strategy="full"), fullgraph=True)()
     assert error_terms(optimizer.parameter)
     assert optimizer.parameter.grad is not None
     assert not error_terms(optimizer.parameter.grad)

@@ -242,14 +242,11 @@ DOORS = {
     "collage_fx.choices": {
         "AUDIT_STEPS",
         "Architecture",
-        "Arithmetic",
-        "Changes",
         "Dtype",
-        "ErrorFormatName",
-        "PackedFormatName",
-        "Rounding",
+        "OptionFields",
         "Strategy",
         "did_you_mean",
+        "names_of",
     },
     "collage_fx.clock": {"clock"},
     "collage_fx.metrics": {"Metrics", "UpdateQuality"},
@@ -488,6 +485,8 @@ PATCHING = "torch_compat/patching.py"
 
 #: Assignments to attributes of objects that may not be ours, and ``setattr``, elsewhere.
 ASSIGNED = {
+    ("choices.py", "taking.__doc__"): "of a function of ours, with the documentation of its options",
+    ("choices.py", "shown.__signature__"): "likewise, with their names",
     ("state/packed.py", "piece.data"): "the memory of a state that is packed",
     ("state/packed.py", "local_tensor(tensor).data"): "likewise, given back to it",
     ("state/error_terms.py", "local_tensor(tensor).data"): "of state whose object the program has replaced",
@@ -656,12 +655,12 @@ FEATURES = {
     r"offload": (4,),
     r"in_backward|gradient_release|GradientRelease": (9,),
     r"full_precision": (2,),
-    r"track_changes|changed_weights|[Cc]hanges\b|bitmap": (31, 16),
+    r"track_changes|changed_weights|[Cc]hanges\b|bitmap": (31, 16, 15),
     r"[Mm]etric|measured": (22, 20),
     r"[Dd]ither|phase": (27, 25),
     r"[Rr]ecord(ed|ing|er)\b": (23,),
     r"\bmember": (17, 16),
-    r"[Pp]acked|pack_state": (31, 30),
+    r"[Pp]acked|pack_state": (31, 30, 29),
     r"DTensor": (6,),
 }
 

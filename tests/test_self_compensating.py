@@ -106,7 +106,7 @@ def test_compiled_is_what_its_rule_is_in_exact_arithmetic(name: str, foreach: bo
 def test_compiled_is_no_worse_than_eagerly(name: str, foreach: bool, arithmetic: Any, strategy: Any) -> None:
     """Nor than eagerly with the term that the optimizer itself keeps beside the parameter."""
     rule = in_float64(name, foreach=foreach)
-    backend = CollageBackend(strategy, arithmetic=arithmetic)
+    backend = CollageBackend(strategy=strategy, arithmetic=arithmetic)
     compiled = error(displacement(name, torch.bfloat16, foreach=foreach, backend=backend), rule)
     eager, eager_pair = (
         error(displacement(name, torch.bfloat16, foreach=foreach, with_own_term=own), rule)

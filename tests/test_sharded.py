@@ -279,7 +279,9 @@ def test_ways_past_install_are_compensated_or_refused_under_fsdp2(
     assert bool(said) == bool(said_by_the_other), "or one process waits for the other"
     assert said or error <= COMPENSATED
     if said:  # where torch is told not to compile, a step would have to be recorded
-        assert "collage_fx.install(optimizer)" in said or "a DTensor in a step that has to be recorded" in said
+        assert (
+            "collage_fx.install(optimizer)" in said or "a DTensor in a step that has to be recorded" in said
+        )
 
 
 def trained_in_the_backward_pass(release: bool) -> tuple[list[Tensor], int]:

@@ -43,7 +43,7 @@ def test_plain_bfloat16_hardly_moves(record_property: Record) -> None:
 def test_displacement(
     strategy: Any, error_format: ErrorFormatName, dtype: torch.dtype, bound: float, record_property: Record
 ) -> None:
-    met = displacement(CollageBackend(strategy, error_format), dtype=dtype)
+    met = displacement(CollageBackend(strategy=strategy, error_format=error_format), dtype=dtype)
     note(record_property, f"displacement error, {strategy} {error_format} wide {dtype}", met.error)
     note(
         record_property,
@@ -56,7 +56,7 @@ def test_displacement(
 @pytest.mark.parametrize("strategy", ["light", "full"])
 def test_displacement_native(strategy: Any, record_property: Record) -> None:
     """The bound is that of ``wide``; a step that lost its weight decay would miss it."""
-    met = displacement(CollageBackend(strategy, arithmetic="native"))
+    met = displacement(CollageBackend(strategy=strategy, arithmetic="native"))
     note(record_property, f"displacement error, {strategy} mcf native", met.error)
     note(record_property, "share of weight decay in the displacement", met.decay)
     assert met.error <= 0.08 < met.decay
@@ -68,7 +68,7 @@ WITHIN = 2e-3
 
 
 def test_second_moment(record_property: Record) -> None:
-    errors = second_moment_errors(CollageBackend("plus"), BETAS)
+    errors = second_moment_errors(CollageBackend(strategy="plus"), BETAS)
     for beta2, values in errors.items():
         note(record_property, f"second moment error, plus wide, beta2 = {beta2}", values[-1])
         assert max(values) <= WITHIN
@@ -76,7 +76,7 @@ def test_second_moment(record_property: Record) -> None:
 
 def test_second_moment_native(record_property: Record) -> None:
     """1 - beta2 is rounded to a pair, (1 - beta2) g**2 to u by itself, of which v averages many."""
-    errors = second_moment_errors(CollageBackend("plus", arithmetic="native"), (0.95, 0.999))
+    errors = second_moment_errors(CollageBackend(strategy="plus", arithmetic="native"), (0.95, 0.999))
     for beta2, values in errors.items():
         note(record_property, f"second moment error, plus native, beta2 = {beta2}", values[-1])
         assert max(values) <= WITHIN
@@ -84,7 +84,7 @@ def test_second_moment_native(record_property: Record) -> None:
 
 def test_second_moment_in_plain_bfloat16(record_property: Record) -> None:
     """It cannot decay where (1 - beta2) v is below half an ulp of v: at beta2 = 0.999, never."""
-    errors = second_moment_errors(CollageBackend("none"), BETAS)
+    errors = second_moment_errors(CollageBackend(strategy="none"), BETAS)
     for beta2, values in errors.items():
         note(record_property, f"second moment error, plain bfloat16, beta2 = {beta2}", values[-1])
         assert min(values) > WITHIN
@@ -97,13 +97,13 @@ def test_second_moment_in_plain_bfloat16(record_property: Record) -> None:
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("arithmetic", ["wide", "native"])
 def test_weight_decay_arrives(arithmetic: Any, dtype: torch.dtype, record_property: Record) -> None:
-    share = decay_achieved(CollageBackend("light", arithmetic=arithmetic), dtype=dtype)
+    share = decay_achieved(CollageBackend(strategy="light", arithmetic=arithmetic), dtype=dtype)
     note(record_property, f"weight decay achieved, light {arithmetic} {dtype}", share)
     assert abs(share - 1) <= 0.005
 
 
 def test_weight_decay_of_plain_bfloat16_does_not_arrive(record_property: Record) -> None:
     """0.9999 p rounds to p = 1: the tie to its neighbour below is at 1 - 2**-9 = 0.998."""
-    share = decay_achieved(CollageBackend("none"))
+    share = decay_achieved(CollageBackend(strategy="none"))
     note(record_property, "weight decay achieved, plain bfloat16", share)
     assert share == 0

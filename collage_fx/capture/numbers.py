@@ -56,7 +56,7 @@ class _Numbers:
             left out.
     """
 
-    first: Mapping[Place, Real] = field(default_factory=dict)
+    first: dict[Place, Real] = field(default_factory=dict)
     changed: Sequence[Place] = ()
 
 

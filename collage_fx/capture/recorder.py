@@ -50,8 +50,8 @@ from collage_fx.capture.segment import (
     left_uncomputed,
     real,
 )
-from collage_fx.capture.stale_code import CompiledCode, compiling_for
 from collage_fx.capture.signatures import Signature, draws_16_bits, is_index_of_integers, signature_of
+from collage_fx.capture.stale_code import CompiledCode, compiling_for
 from collage_fx.errors import UnsupportedTensorError
 from collage_fx.graph import factorizes, foreach_calls
 from collage_fx.numerics import is_low_precision

@@ -306,9 +306,11 @@ def number_of_the_past(gm: GraphModule) -> Node | None:
     """
     for node in gm.graph.nodes:
         value = node.meta.get("example_value")
-        if isinstance(value, Tensor) and value.dtype is torch.float64 and not value.dim() and version_of(value):
-            if any(user.target == "item" for user in node.users) or decides_by_number(value):
-                return node
+        is_number = isinstance(value, Tensor) and value.dtype is torch.float64 and not value.dim()
+        if not is_number or not version_of(value):
+            continue
+        if any(user.target == "item" for user in node.users) or decides_by_number(value):
+            return node
     return None
 
 

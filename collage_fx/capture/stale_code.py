@@ -58,5 +58,5 @@ def note_write(tensor: Tensor, *, compensated: bool) -> None:
     if compensated:
         for owner in records.drop(tensor, _WrittenBy) or ():
             owner.is_stale = True
-    elif (owner := _owner.get()) is not None:
-        records.of(tensor, _WrittenBy).add(owner)
+    elif (compiled_for := _owner.get()) is not None:
+        records.of(tensor, _WrittenBy).add(compiled_for)

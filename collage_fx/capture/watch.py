@@ -116,7 +116,6 @@ from collage_fx.state import (
     has_error_terms,
     held_optimizers,
     is_adopted,
-    known_tensors,
     note_eager_step,
     note_held,
     optimizers_among,

@@ -136,9 +136,9 @@ class _Flat:
         ]
         self.apart = {store: f"{store.into.name}_out" for store in self.stores if _is_apart(store)}
         self.totals = [(store.into.name, store.value.all_input_nodes[0]) for store in elements.totals]
-        measured = [value for _, values in self.sums for value in values]
-        measured += [value for _, value in self.totals]
-        self.kept = elements.kept([*(store.value for store in self.stores), *measured])
+        added = [value for _, values in self.sums for value in values]
+        added += [value for _, value in self.totals]
+        self.kept = elements.kept([*(store.value for store in self.stores), *added])
         early = dict.fromkeys([*self.kept, *elements.tested, *elements.in_blocks])
         self.quotients, self.first, self.second = elements.cut(list(early))
         self.read = {

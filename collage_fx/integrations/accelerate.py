@@ -8,6 +8,7 @@ import torch
 from torch.optim import Optimizer
 from typing_extensions import Unpack
 
+from collage_fx.choices import takes_options
 from collage_fx.errors import InvalidOptionError
 from collage_fx.install import InstallOptions, join
 from collage_fx.wings.gradient_release import step_in_backward
@@ -15,6 +16,7 @@ from collage_fx.wings.gradient_release import step_in_backward
 __all__ = ["prepare"]
 
 
+@takes_options
 def prepare(
     accelerator: Any, *objects: Any, in_backward: bool = False, **options: Unpack[InstallOptions]
 ) -> Any:

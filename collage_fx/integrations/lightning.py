@@ -7,6 +7,7 @@ from typing import Any
 from typing_extensions import Unpack
 
 from collage_fx.backend import CollageBackend
+from collage_fx.choices import takes_options
 from collage_fx.errors import InvalidOptionError
 from collage_fx.install import join
 from collage_fx.options import GivenOptions
@@ -20,6 +21,7 @@ except ModuleNotFoundError:
 __all__ = ["CollageCallback"]
 
 
+@takes_options
 class CollageCallback(Callback):  # type: ignore[misc]  # Lightning has no types here
     """Callback that compensates all optimizers of a ``Trainer``: ``Trainer(callbacks=[CollageCallback()])``.
 

@@ -9,6 +9,7 @@ from torchtitan.components.optimizer import OptimizersContainer
 from torchtitan.components.optimizer.utils import init_optim_state, load_flat_optim_state_dict
 from typing_extensions import Unpack
 
+from collage_fx.choices import takes_options
 from collage_fx.install import install
 from collage_fx.options import GivenOptions
 from collage_fx.state import load_flat
@@ -43,6 +44,7 @@ class CollageOptimizers(OptimizersContainer):  # type: ignore[misc]  # torchtita
             load_flat(optimizer, state_dict, load_flat_optim_state_dict)
 
 
+@takes_options
 def collage(config: OptimizersContainer.Config, **options: Unpack[GivenOptions]) -> CollageOptimizers.Config:
     """Return a configuration like ``config``, with compensated optimizers.
 

@@ -9,6 +9,7 @@ from transformers import TrainerCallback
 from typing_extensions import Unpack
 
 from collage_fx.backend import CollageBackend
+from collage_fx.choices import takes_options
 from collage_fx.install import join
 from collage_fx.options import GivenOptions
 from collage_fx.wings.gradient_release import step_in_backward
@@ -16,6 +17,7 @@ from collage_fx.wings.gradient_release import step_in_backward
 __all__ = ["CollageCallback"]
 
 
+@takes_options
 class CollageCallback(TrainerCallback):  # type: ignore[misc]  # its types are not looked at
     """Callback that compensates the optimizer of a ``Trainer``: ``Trainer(callbacks=[CollageCallback()])``.
 

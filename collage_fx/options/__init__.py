@@ -1,9 +1,6 @@
 """Options and their checks; ``budgets`` beside them has the options that a limit on bytes leads to."""
 
 from collage_fx.options.options import (
-    DEFAULT_FORMATS,
-    DEFAULT_ROUNDINGS,
-    MODES,
     GivenOptions,
     Options,
     refuse_unknown,
@@ -11,9 +8,6 @@ from collage_fx.options.options import (
 )
 
 __all__ = [
-    "DEFAULT_FORMATS",
-    "DEFAULT_ROUNDINGS",
-    "MODES",
     "GivenOptions",
     "Options",
     "refuse_unknown",

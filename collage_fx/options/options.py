@@ -3,24 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-from typing import get_args
+from dataclasses import Field, dataclass, fields
+from typing import Any
 
-from typing_extensions import TypedDict
+from typing_extensions import TypedDict, Unpack
 
+from collage_fx import numerics
 from collage_fx.choices import (
+    TYPES,
     Arithmetic,
     Changes,
     ErrorFormatName,
     Mode,
+    OptionFields,
     PackedFormatName,
     Rounding,
     Strategy,
     did_you_mean,
+    names_of,
 )
 from collage_fx.errors import InvalidOptionError
 from collage_fx.graph import Reason
-from collage_fx.numerics import ERROR_FORMATS, PACKED_FORMATS
+from collage_fx.numerics import ERROR_FORMATS
 from collage_fx.pipeline import PIPELINE, Pass, refuse_incomplete
 
 #: Default error format of each arithmetic.
@@ -32,14 +36,12 @@ DEFAULT_FORMATS: dict[Arithmetic, str] = {
 #: Default rounding of state without error terms, for each arithmetic.
 DEFAULT_ROUNDINGS: dict[Arithmetic, Rounding] = {"wide": "dither", "native": "nearest"}
 
-MODES = get_args(Mode)
-
 
 class GivenOptions(TypedDict, total=False):
-    """Options of a :class:`~collage_fx.CollageBackend` as keywords.
+    """Options of a :class:`~collage_fx.CollageBackend` as keywords, for type checkers and editors.
 
-    In ``def f(**options: Unpack[GivenOptions])`` a type checker finds misspelt names and values. An editor
-    completes them. Names of formats that a plug-in registers are not in these types.
+    A type checker cannot read :class:`~collage_fx.choices.OptionFields` as keywords; a test compares both.
+    Names of formats that a plug-in registers are not in these types.
     """
 
     strategy: Strategy
@@ -53,24 +55,15 @@ class GivenOptions(TypedDict, total=False):
     state: PackedFormatName | None
     bytes_per_parameter: float | None
     changes: Changes
-    passes: Sequence[Pass]
+    passes: Sequence[Pass] | None
 
 
-@dataclass(frozen=True)
-class Options:
-    """Options of a :class:`~collage_fx.CollageBackend`."""
+@dataclass(frozen=True, kw_only=True)
+class Options(OptionFields):
+    """Checked options of a :class:`~collage_fx.CollageBackend`; no default depends on another option."""
 
-    strategy: Strategy
-    error_format: str
-    arithmetic: Arithmetic
-    metrics: bool
-    metrics_every: int
-    strict: bool
-    mode: str | None
-    rounding: Rounding
-    state: str | None
-    bytes_per_parameter: float | None
-    changes: Changes = "summed"
+    error_format: str = ""  # type: ignore[assignment]  # also a name that a plug-in registers
+    rounding: Rounding = "dither"
     passes: tuple[Pass, ...] = PIPELINE
 
     @property
@@ -92,33 +85,27 @@ class Options:
                 return Reason(f"the pass {each.name} is to see every tensor (its by_family is False)")
         return None
 
+    @classmethod
+    def of(cls, **given: Unpack[GivenOptions]) -> Options:
+        """Return the options that are given, with defaults for the others.
+
+        Raises:
+            InvalidOptionError: a value is not allowed, or one that another does not allow.
+        """
+        refuse_unknown(given)
+        chosen: dict[str, Any] = {each.name: each.default for each in fields(OptionFields)} | given
+        # Other values are refused below.
+        known: Arithmetic = "native" if chosen["arithmetic"] == "native" else "wide"
+        if chosen["error_format"] is None:
+            chosen["error_format"] = DEFAULT_FORMATS[known]
+        if chosen["rounding"] is None:
+            chosen["rounding"] = DEFAULT_ROUNDINGS[known]
+        chosen["passes"] = PIPELINE if chosen["passes"] is None else tuple(chosen["passes"])
+        return cls(**chosen)
+
     def __post_init__(self) -> None:
-        refuse_unless("strategy", self.strategy, get_args(Strategy))
-        refuse_unless("arithmetic", self.arithmetic, get_args(Arithmetic))
-        refuse_unless("error_format", self.error_format, tuple(ERROR_FORMATS))
-        refuse_unless("metrics", self.metrics, (True, False))
-        if type(self.metrics_every) is not int or self.metrics_every < 1:
-            raise InvalidOptionError(
-                f"metrics_every={self.metrics_every!r} is not allowed",
-                where="metrics_every",
-                remedy="use a whole number: every how many steps the metrics are computed",
-            )
-        refuse_unless("strict", self.strict, (True, False))
-        refuse_unless("mode", self.mode, (None, *MODES))
-        refuse_unless("rounding", self.rounding, get_args(Rounding))
-        refuse_unless(
-            "changes",
-            self.changes,
-            get_args(Changes),
-            "or call collage_fx.changes(model) to learn which weights have changed",
-        )
-        refuse_unless(
-            "state",
-            self.state,
-            (None, *PACKED_FORMATS),
-            "or import the module that registers another: collage_fx.examples.peer_formats has 'fp8_lm' and "
-            "'coat'",
-        )
+        for each in fields(OptionFields):
+            self._check_value(each)
         if self.arithmetic == "native" and not ERROR_FORMATS[self.error_format].is_double_word:
             formats = ", ".join(repr(name) for name, fmt in ERROR_FORMATS.items() if fmt.is_double_word)
             raise InvalidOptionError(
@@ -147,6 +134,24 @@ class Options:
                 "strategy='none' lowers the graph as captured: no pass of yours would rewrite it",
                 where="passes",
                 remedy="use another strategy",
+            )
+
+    def _check_value(self, option: Field[Any]) -> None:
+        """Raise unless an option has one of its values with names, or a value of its type."""
+        name, value, otherwise = option.name, getattr(self, option.name), option.metadata["otherwise"]
+        allowed: tuple[object, ...] = names_of(name)
+        if registry := option.metadata["registry"]:
+            allowed = tuple(getattr(numerics, registry))
+        if TYPES[name] is bool:
+            allowed = (True, False)
+        if allowed:
+            optional = (None,) if option.default is None and name not in ("error_format", "rounding") else ()
+            refuse_unless(name, value, (*optional, *allowed), otherwise)
+        elif TYPES[name] is int and (type(value) is not int or value < 1):
+            raise InvalidOptionError(
+                f"{name}={value!r} is not allowed",
+                where=name,
+                remedy=f"use a whole number of 1 or more: {option.metadata['summary']}",
             )
 
     def _check_budget(self) -> None:
@@ -178,7 +183,7 @@ class Options:
 
 def refuse_unknown(names: Iterable[str]) -> None:
     """Raise ``InvalidOptionError`` for a name that is not an option's."""
-    known = list(Options.__dataclass_fields__)
+    known = [each.name for each in fields(OptionFields)]
     for name in names:
         if name not in known:
             hint = did_you_mean(name, known)

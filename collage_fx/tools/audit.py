@@ -31,7 +31,7 @@ from torch.optim import Optimizer
 from typing_extensions import Unpack
 
 from collage_fx.backend import CollageBackend
-from collage_fx.choices import AUDIT_STEPS
+from collage_fx.choices import AUDIT_STEPS, takes_options
 from collage_fx.errors import CollageError, InvalidOptionError
 from collage_fx.graph import Role
 from collage_fx.install import install
@@ -199,6 +199,7 @@ class Audit:
         return f"precise: the error of plain low precision is {min(gains):.3g} times as large"
 
 
+@takes_options
 def audit(
     make: Make,
     *,

@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 from typing_extensions import Unpack
 
 from collage_fx.backend import CollageBackend
+from collage_fx.choices import takes_options
 from collage_fx.clock import no_clock
 from collage_fx.graph import (
     Reason,
@@ -33,6 +34,7 @@ from collage_fx.state import clone_of, known_tensors
 from collage_fx.torch_compat import is_in_dynamo
 
 
+@takes_options
 def explain(optimizer: Optimizer, **options: Unpack[GivenOptions]) -> CollageReport:
     """Report what compiling ``optimizer.step`` would do, like ``backend.report()``, without taking a step.
 

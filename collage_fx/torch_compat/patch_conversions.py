@@ -113,8 +113,8 @@ class Watch:
             after it, which are not called if the value is None.
         before: called with ``(request, code, variables)``. An exception ends the conversion and reaches the
             user.
-        within: called with ``(compiler, code, variables)``; returns the context of a conversion. The compiler is an
-            object that identifies a call of ``torch.compile``.
+        within: called with ``(compiler, code, variables)``; returns the context of a conversion. The
+            compiler is an object that identifies a call of ``torch.compile``.
         after: called with ``(request, compiler, code, variables)`` after a graph was compiled.
         failed: called like ``before``, with the exception that ended the conversion or the backend in it,
             except a refusal; the exception is then raised again.

@@ -37,6 +37,7 @@ from torch.optim import Optimizer
 from typing_extensions import Unpack
 
 from collage_fx.capture import expect_some_gradients, stand_in_for
+from collage_fx.choices import takes_options
 from collage_fx.errors import GradientReleaseError, InvalidOptionError, UnsupportedOptimizerError
 from collage_fx.install import CompiledStep, InstallOptions, inner_optimizers, join, remove_release
 from collage_fx.options import refuse_unless
@@ -63,6 +64,7 @@ OTHER = frozenset({"_opt_called", SCALED, *GIVEN})
 SMALL, STEPS, TOLERANCE = 8, 3, 1e-5
 
 
+@takes_options
 def step_in_backward(
     model: torch.nn.Module,
     optimizer: Any,

@@ -30,6 +30,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import Unpack
 
+from collage_fx.choices import takes_options
 from collage_fx.errors import UnsupportedOptimizerError, UnsupportedTensorError
 from collage_fx.install import InstallOptions, install, kept_backend, remove_release
 from collage_fx.state import hand_over, host_twin, parameter_names, set_host_twin, uploading
@@ -45,6 +46,7 @@ from collage_fx.wings.gradient_release import (
 )
 
 
+@takes_options
 def offload(
     optimizer: Any,
     *,

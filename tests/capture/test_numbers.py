@@ -322,6 +322,9 @@ def test_one_number_may_be_kept_in_two_places() -> None:
         assert float((full_value(p) - value).abs().max()) < 6 * 2.0**-23
 
 
+COUNTER: Any = "counter"
+
+
 @pytest.mark.parametrize("branches", [False, True])
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64, torch.float32, torch.float64])
 def test_a_counter_that_is_read_as_a_number_counts(dtype: torch.dtype, branches: bool) -> None:
@@ -333,7 +336,7 @@ def test_a_counter_that_is_read_as_a_number_counts(dtype: torch.dtype, branches:
     class ReadsItsCounter(Descent):
         @torch.no_grad()
         def step(self, closure: Any = None) -> None:  # type: ignore[override]
-            counter = self.state["counter"]
+            counter = self.state[COUNTER]
             counter.add_(1)
             n = counter.item()
             if branches and not n > 0:
@@ -347,14 +350,14 @@ def test_a_counter_that_is_read_as_a_number_counts(dtype: torch.dtype, branches:
     for wide in (True, False):
         params = [torch.nn.Parameter(p.detach().double() if wide else p.detach().clone()) for p in starts]
         optimizer, backend = ReadsItsCounter(params), CollageBackend()
-        optimizer.state["counter"] = torch.zeros((), dtype=dtype)
+        optimizer.state[COUNTER] = torch.zeros((), dtype=dtype)
         for p in params:
             optimizer.state[p]["m"] = torch.zeros_like(p)
         step = optimizer.step if wide else torch.compile(optimizer.step, backend=backend)
         for i in range(5):
             set_gradients(params, i)
             step()
-        assert int(optimizer.state["counter"]) == 5
+        assert int(optimizer.state[COUNTER]) == 5
         ends[wide] = [full_value(p).double() for p in params]
     is_captured = all(not graph.route.recorded for graph in backend.report().graphs)
     assert is_captured == (not branches and dtype is not torch.float64)

@@ -16,14 +16,16 @@ from tests.support.training import parameters, set_gradients
 
 STEPS = 24
 
+Rule = Callable[[Tensor, Tensor], object]
+
 #: Ways to follow the gradient with a moving average of the share .1, which rounding does not hurt ...
-FINE: tuple[Callable[[Tensor, Tensor], object], ...] = (
+FINE: tuple[Rule, ...] = (
     lambda m, g: m.lerp_(g, 0.1),
     lambda m, g: m.mul_(0.9).add_(g, alpha=0.1),
     lambda m, g: torch._foreach_lerp_([m], [g], 0.1),
 )
 #: ... and ways to change it by less than its last bit.
-LOSSY: tuple[Callable[[Tensor, Tensor], object], ...] = (
+LOSSY: tuple[Rule, ...] = (
     lambda m, g: m.lerp_(g, 2e-4),
     lambda m, g: m.add_(g, alpha=1e-4),
     lambda m, g: m.mul_(0.9999).addcmul_(g, g, value=1e-4),
@@ -33,7 +35,7 @@ LOSSY: tuple[Callable[[Tensor, Tensor], object], ...] = (
 class Turns(Optimizer):
     """Steps of several kinds by turns; ``records``: with a branch on a value, so that they are recorded."""
 
-    def __init__(self, params: Any, kinds: list[Callable[[Tensor, Tensor], object]], *, records: bool) -> None:
+    def __init__(self, params: Any, kinds: list[Rule], *, records: bool) -> None:
         super().__init__(params, {"t": 0})
         self.kinds = kinds
         self.records = records
@@ -52,9 +54,13 @@ class Turns(Optimizer):
             group["t"] += 1
 
 
-def _drawn(seed: int) -> list[Callable[[Tensor, Tensor], object]]:
+def _drawn(seed: int) -> list[Rule]:
     draw = random.Random(seed)
-    return [draw.choice(FINE), *(draw.choice(draw.choice((FINE, LOSSY))) for _ in range(2)), draw.choice(LOSSY)]
+    return [
+        draw.choice(FINE),
+        *(draw.choice(draw.choice((FINE, LOSSY))) for _ in range(2)),
+        draw.choice(LOSSY),
+    ]
 
 
 def _values(optimizer: Turns) -> list[Tensor]:
@@ -85,6 +91,7 @@ def test_each_graph_keeps_the_error_terms_that_another_needs(seed: int, rounding
     for i in range(STEPS):
         set_gradients(params, i)
         for p, q in zip(params, exact, strict=True):
+            assert p.grad is not None
             q.grad = p.grad.double()
         step()
         wide.step()
