@@ -1,12 +1,14 @@
 """Features two by two: 20 steps against float64, and the bits of a resume in the middle; or a refusal.
 
 Gradients are drawn, so that each program has the same, whatever its weights are: what differs from float64
-is the optimizer's part alone.
+is the optimizer's part alone. Each run tries a tenth of the pairs, another one each day, and ``--all`` all
+of them. ``python -m tests.test_pairs`` writes ``docs/pairs.md``: what is right, and what is refused.
 """
 
 from __future__ import annotations
 
 import copy
+import datetime
 import io
 import itertools
 from collections.abc import Callable, Iterator, Sequence
@@ -15,13 +17,18 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import collage_fx
 from collage_fx import assign, backend_of, full_value, install, offload, step_in_backward
 from collage_fx.errors import CollageError
+from tests.support.processes import Processes
 
 SHAPES = ((64, 64), (33,), (8, 3, 3, 3), (1,), (64, 64), (128, 16))
 STEPS, RESUMED = 20, 10
@@ -38,6 +45,13 @@ class Weighted(nn.Module):
         wide = torch.promote_types(self.weight.dtype, torch.float32)
         total: Tensor = (self.weight.to(wide) * gradient.to(wide)).sum()
         return total
+
+
+class Model(nn.ModuleList):
+    """A weight of each shape; the loss is the sum of all."""
+
+    def forward(self, gradients: Sequence[Tensor]) -> Tensor:
+        return torch.stack([each(given) for each, given in zip(self, gradients, strict=True)]).sum()
 
 
 class Branching(Optimizer):
@@ -66,11 +80,13 @@ class Program:
 
     Attributes:
         dtype: dtype of the model; float64 for the reference, which has no features of ours.
+        forward: computes the loss: the model, or what wraps it.
     """
 
     features: tuple[Feature, ...]
     dtype: torch.dtype = torch.bfloat16
     model: Any = None
+    forward: Any = None
     optimizer: Any = None
     average: Any = None
     copy: dict[str, Tensor] = field(default_factory=dict)
@@ -84,7 +100,11 @@ class Program:
     def begin(self) -> None:
         """Make the model and the optimizer, and what the features make of them."""
         torch.manual_seed(0)
-        self.model = nn.ModuleList(map(Weighted, SHAPES)).to(torch.bfloat16).to(self.dtype)
+        self.model = Model(map(Weighted, SHAPES)).to(torch.bfloat16).to(self.dtype)
+        self.forward = self.model
+        for each in self.features:
+            if each.wrap is not None and not self.is_exact:
+                self.forward = each.wrap(self.model)
         makes = [each.optimizer for each in self.features if each.optimizer is not None]
         make = makes[0] if makes else lambda of: torch.optim.AdamW(of, lr=1e-4)
         self.optimizer = make(self.model.parameters())
@@ -104,22 +124,21 @@ class Program:
 
     def take(self, i: int) -> None:
         """Take a step, without what features do after it."""
+        ranks = dist.get_world_size() if dist.is_initialized() else 1
         for k in range(self.passes):
-            generator = torch.Generator().manual_seed(100 * i + k)
-            losses = []
-            for each, shape in zip(self.model, SHAPES, strict=True):
-                gradient = torch.randn(shape, generator=generator).bfloat16()
-                # Powers of two, so that sums of 16-bit gradients are exact in any order.
-                gradient = gradient.sign() * 2.0 ** gradient.abs().mul(3).round().neg()
-                losses.append(each(gradient.to(self.dtype)))
-            torch.stack(losses).sum().backward()
+            gradients = [drawn_gradients(1000 * i + 100 * rank + k) for rank in range(ranks)]
+            if self.is_exact:
+                given = [torch.stack(of).double().mean(0) for of in zip(*gradients, strict=True)]
+            else:
+                given = gradients[dist.get_rank() if ranks > 1 else 0]
+            self.forward(given).backward()
         self.optimizer.step()
         self.optimizer.zero_grad()
 
     def values(self) -> list[Tensor]:
-        found = [full_value(p) for p in self.model.parameters()]
+        found = [whole(p) for p in self.model.parameters()]
         if self.average is not None:
-            found += [full_value(p) for p in self.average.module.parameters()]
+            found += [whole(p) for p in self.average.module.parameters()]
         return found
 
     def save(self) -> bytes:
@@ -134,6 +153,19 @@ class Program:
         self.optimizer.load_state_dict(state)
         if average is not None:
             self.average.load_state_dict(average)
+
+
+def drawn_gradients(seed: int) -> list[Tensor]:
+    """Return a gradient of each weight: powers of two, so that 16-bit sums are exact in any order."""
+    generator = torch.Generator().manual_seed(seed)
+    drawn = (torch.randn(shape, generator=generator).bfloat16() for shape in SHAPES)
+    return [each.sign() * 2.0 ** each.abs().mul(3).round().neg() for each in drawn]
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """Return a tensor's whole value; of a DTensor in one piece."""
+    value = full_value(tensor)
+    return value.full_tensor() if isinstance(value, DTensor) else value
 
 
 def nothing(program: Program) -> None:
@@ -155,6 +187,7 @@ class Feature:
         begin: called when the optimizer is installed.
         after_step: called after each step, also of the exact program.
         passes: backward passes before a step.
+        wrap: divides the model among processes; returns what computes the loss.
     """
 
     name: str
@@ -163,6 +196,13 @@ class Feature:
     begin: Callable[[Program], None] = nothing
     after_step: Callable[[Program, int], None] = nothing_after
     passes: int = 1
+    wrap: Callable[[Model], nn.Module] | None = None
+
+
+def in_pieces(model: Model) -> nn.Module:
+    for each in (*model, model):
+        fully_shard(each)
+    return model
 
 
 def begin_offload(program: Program) -> None:
@@ -199,7 +239,7 @@ def read_forward(program: Program, i: int) -> None:
             one = torch.zeros(each.weight.numel())
             one[0] = 1.0
             found = each(one.view(each.weight.shape))
-            assert float(found.detach()) == float(full_value(each.weight).float().flatten()[0])
+            assert float(found.detach()) == float(whole(each.weight).float().flatten()[0])
 
 
 def read_metrics(program: Program, i: int) -> None:
@@ -220,7 +260,7 @@ def read_full_state(program: Program, i: int) -> None:
     if not program.is_exact:
         found = collage_fx.full_state_dict(program.model)
         for name, p in program.model.named_parameters():
-            assert torch.equal(found[name], full_value(p).float())
+            assert torch.equal(found[name], whole(p).float())
 
 
 def begin_average(program: Program) -> None:
@@ -244,7 +284,7 @@ def step_copy(program: Program, i: int) -> None:
         copied.take(i + 1)
         program.expected = copied.values()
     if i == 6:
-        now = [full_value(p) for p in program.model.parameters()]
+        now = [whole(p) for p in program.model.parameters()]
         if not any(each.name == "assign" for each in program.features):  # which comes after the step
             assert all(map(torch.equal, program.expected, now)), "a copy has other bits"
 
@@ -265,11 +305,17 @@ FEATURES = [
     Feature("5.6 bytes", options={"bytes_per_parameter": 5.6}),
     Feature("full, mcf", options={"strategy": "full", "error_format": "mcf"}),
     Feature("light, byte", options={"strategy": "light", "error_format": "byte"}),
+    Feature("DDP", wrap=DistributedDataParallel),
+    Feature("FSDP2", wrap=in_pieces),
 ]
 BY_NAME = {each.name: each for each in FEATURES}
 
 #: Pairs that exclude each other: both are ways to step, or choose the formats.
-EXCLUDED = [{"offload", "in backward"}, {"8 bytes", "5.6 bytes", "full, mcf", "light, byte"}]
+EXCLUDED = [
+    {"offload", "in backward"},
+    {"8 bytes", "5.6 bytes", "full, mcf", "light, byte"},
+    {"DDP", "FSDP2"},
+]
 
 
 def pairs() -> Iterator[tuple[str, str]]:
@@ -322,8 +368,26 @@ REFUSED = {
 }
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("one", "other"), list(pairs()))
-def test_a_pair_is_right_or_refused(one: str, other: str) -> None:
-    found, refusal = check(one, other), REFUSED.get((one, other))
+@pytest.fixture(scope="module")
+def two_processes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Processes]:
+    processes = Processes(2, tmp_path_factory.mktemp("store"))
+    yield processes
+    processes.stop()
+
+
+def drawn_today() -> Iterator[Any]:
+    """Yield all pairs; those that are not today's are slow."""
+    today = datetime.date.today().toordinal() % 10
+    for i, pair in enumerate(pairs()):
+        yield pytest.param(*pair, marks=() if i % 10 == today else pytest.mark.slow)
+
+
+@pytest.mark.parametrize(("one", "other"), drawn_today())
+def test_a_pair_is_right_or_refused(one: str, other: str, request: pytest.FixtureRequest) -> None:
+    if BY_NAME[one].wrap or BY_NAME[other].wrap:
+        found, of_the_other = request.getfixturevalue("two_processes").run(check, one, other)
+        assert found == of_the_other or "right" not in (found, of_the_other)
+    else:
+        found = check(one, other)
+    refusal = REFUSED.get((one, other))
     assert found == "right" if refusal is None else refusal in found
