@@ -300,7 +300,7 @@ FEATURES = [
     Feature("average", begin=begin_average, after_step=follow),
     Feature("copies", after_step=step_copy),
     Feature("accumulation", passes=2),
-    Feature("recorded", optimizer=lambda of: Branching(of, lr=1e-4)),
+    Feature("recorded", optimizer=lambda of: Branching(of, lr=1e-3)),
     Feature("8 bytes", options={"bytes_per_parameter": 8}),
     Feature("5.6 bytes", options={"bytes_per_parameter": 5.6}),
     Feature("full, mcf", options={"strategy": "full", "error_format": "mcf"}),
@@ -365,6 +365,7 @@ def check(one: str, other: str) -> str:
 REFUSED = {
     ("offload", "average"): "a weight of an offloaded optimizer",
     ("offload", "copies"): "an offloaded optimizer is copied",
+    ("recorded", "5.6 bytes"): "its steps are recorded, operation by operation, and pack no state",
 }
 
 

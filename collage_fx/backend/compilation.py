@@ -854,6 +854,11 @@ class Compilation:
             self.budgets = self._budgets_for_part(program, limit)
             return self.budgets[0].applied_to(program)
         budgets = budgets_for(program, self.options.passes)
+        records = [None if info.tensor is None else record_of(info.tensor) for info in program.infos]
+        held = {found.format.name for found in records if found is not None and found.format.keeps_error}
+        if held and not self.optimizers:  # a function beside the steps, which have chosen
+            budgets = [budget for budget in budgets if budget.error_format in held] or budgets
+            limit = max(limit, budgets[0].bytes)
         self.budgets = best_budget(budgets, limit), *budgets
         for optimizer in self.optimizers.values():
             known = self.backend.budgets.get(optimizer, self.budgets)
@@ -861,10 +866,9 @@ class Compilation:
             self.budgets = max(known, self.budgets, key=lambda each: each[-1].bytes)
             self.backend.budgets[optimizer] = self.budgets
         program = self.budgets[0].applied_to(program)
-        for info in program.infos:
-            record = None if info.tensor is None else record_of(info.tensor)
-            if record is not None and record.format is not program.error_format:
-                record.is_used = False  # used by a step that held less: converted now
+        for found in records:
+            if found is not None and found.format is not program.error_format and self.optimizers:
+                found.is_used = False  # used by a step that held less: converted now
         return program
 
     def _budgets_for_part(self, program: StepProgram, limit: float) -> tuple[Budget, ...]:
