@@ -478,7 +478,7 @@ class Recorder(TorchDispatchMode):
             if is_low_precision(result.dtype):
                 self.note(MadeInStep, real(result))
         if self._code.is_stale:
-            self._compiled, self._code = {}, CompiledCode()
+            self._compiled, self._first_met, self._code = {}, {}, CompiledCode()
         function = RecordedFunction(segment, operations, kept, self._kind_of)
         key = (function.form, function.shapes, *function.sizes)
         if key not in self._compiled and self._first_met.setdefault(function.form, self._steps) < self._steps:

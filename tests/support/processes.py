@@ -54,10 +54,11 @@ class Processes:
         Raises AssertionError with the traceback of a process in which it has raised.
         """
         self.start(function, *args)
-        results = []
+        answers, results = [], []
         for rank, pipe in enumerate(self._pipes):
             assert pipe.poll(seconds), f"process {rank} has not answered within {seconds} s"
-            succeeded, result = pipe.recv()
+            answers.append(pipe.recv())
+        for rank, (succeeded, result) in enumerate(answers):
             assert succeeded, f"in process {rank}:\n{result}"
             results.append(result)
         return results
