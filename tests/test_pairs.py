@@ -13,6 +13,7 @@ import io
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -313,6 +314,41 @@ FEATURES = [
 ]
 BY_NAME = {each.name: each for each in FEATURES}
 
+#: Names of the features for readers of the page.
+SHOWN = {
+    "offload": "`offload`",
+    "in backward": "`step_in_backward`",
+    "changes": "`changes`, `apply_changes`",
+    "full precision": "`full_precision_forward`",
+    "metrics": "`metrics=True`",
+    "assign": "`assign`",
+    "full state": "`full_state_dict`",
+    "average": "an `AveragedModel` that is compiled",
+    "copies": "`copy.deepcopy` of model and optimizer",
+    "accumulation": "gradients of two backward passes",
+    "recorded": "a [recorded](limits.md#recorded-steps) step",
+    "8 bytes": "`bytes_per_parameter=8`",
+    "5.6 bytes": "`bytes_per_parameter=5.6`",
+    "full, mcf": '`strategy="full", error_format="mcf"`',
+    "light, byte": '`strategy="light", error_format="byte"`',
+    "DDP": "DistributedDataParallel",
+    "FSDP2": "FSDP2",
+}
+
+PAGE = Path(__file__).parents[1] / "docs" / "pairs.md"
+HEAD = """# Features together
+
+Each feature was tried with each other one, in 20 steps of AdamW on six weights (with
+DistributedDataParallel and FSDP2 on two processes): the values have to be those of float64 to a tenth of
+what plain bf16 loses, and a run that is saved after ten steps and resumed has to have the same bits.
+Every pair is right but for these, which are refused by name, and for ways and formats of which a program
+has one. `tests/test_pairs.py` tries a tenth of the pairs in each run, and all of them nightly; it writes
+this page.
+
+| feature | refused with | is used in place of, or torch refuses it with |
+|---|---|---|
+"""
+
 #: Pairs that exclude each other: both are ways to step, or choose the formats, or torch refuses them.
 EXCLUDED = [
     {"offload", "in backward"},
@@ -370,8 +406,26 @@ def check(one: str, other: str) -> str:
 REFUSED = {
     ("offload", "average"): "a weight of an offloaded optimizer",
     ("offload", "copies"): "an offloaded optimizer is copied",
+    ("offload", "FSDP2"): "a DTensor, which is not offloaded here",
+    ("recorded", "FSDP2"): "a DTensor in a step that has to be recorded",
     ("recorded", "5.6 bytes"): "its steps are recorded, operation by operation, and pack no state",
 }
+
+
+def page() -> str:
+    """Return the page that says which pairs are refused; all others are right."""
+    tried = list(pairs())
+    lines = []
+    for name in BY_NAME:
+        refused = [each for each in BY_NAME if (name, each) in REFUSED or (each, name) in REFUSED]
+        others = [each for each in BY_NAME if not {(name, each), (each, name)} & {*tried} and each != name]
+        shown = ("; ".join(SHOWN[each] for each in some) or "–" for some in (refused, others))
+        lines.append(f"| {SHOWN[name]} | {' | '.join(shown)} |\n")
+    return HEAD + "".join(lines)
+
+
+def test_the_page_lists_the_pairs() -> None:
+    assert PAGE.read_text(encoding="utf-8") == page(), "python -m tests.test_pairs writes it"
 
 
 @pytest.fixture(scope="module")
@@ -397,3 +451,7 @@ def test_a_pair_is_right_or_refused(one: str, other: str, request: pytest.Fixtur
         found = check(one, other)
     refusal = REFUSED.get((one, other))
     assert found == "right" if refusal is None else refusal in found
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page(), encoding="utf-8")
