@@ -24,6 +24,7 @@ import torch
 from torch.fx import GraphModule
 
 from collage_fx.capture.segment import RecordedFunction
+from collage_fx.capture.stale_code import CompiledCode, compiling_for
 from collage_fx.torch_compat import BurnedIn, SymbolicScope, compiling
 
 #: Function that compiles a graph, given example values of its inputs, to a callable of such values.
@@ -41,6 +42,7 @@ class Compiled:
         burned_in: positions of numbers that could not be made inputs.
         takes_sizes: whether sizes are inputs.
         holds: checks decisions of the trace against other inputs; None if the trace made none.
+        owner: says when it is stale: when a tensor that it writes without error terms has got some.
     """
 
     code: Callable[..., Any]
@@ -49,6 +51,7 @@ class Compiled:
     burned_in: frozenset[int]
     takes_sizes: bool
     holds: Callable[[Sequence[Any]], bool] | None
+    owner: CompiledCode
 
     def fits(self, function: RecordedFunction) -> bool:
         """Return whether the code computes a function."""
@@ -85,12 +88,13 @@ def compiled_for(
     """
     numbers = function.numbers
     burned_in: frozenset[int] = frozenset()
+    owner = CompiledCode()
     while True:
         inputs = tuple(i for i in sorted({*changed} - burned_in) if math.isfinite(numbers[i]))
         scope = SymbolicScope()
         values = [*(numbers[i] for i in inputs), *(function.sizes if takes_sizes else ())]
         try:
-            with compiling(), scope:
+            with compiling(), scope, compiling_for(owner):
                 tensors = [scope.input(tensor, has_symbols=takes_sizes) for tensor in function.tensors]
                 module = function.module(inputs, takes_sizes=takes_sizes)
                 code = compile_graph(module, [*tensors, *map(scope.input, values)])
@@ -100,4 +104,4 @@ def compiled_for(
             burned_in |= found_here
             continue
         constants = {i: value for i, value in enumerate(numbers) if i not in inputs}
-        return Compiled(code, constants, inputs, burned_in, takes_sizes, scope.guard())
+        return Compiled(code, constants, inputs, burned_in, takes_sizes, scope.guard(), owner)

@@ -51,7 +51,6 @@ from collage_fx.capture.segment import (
     real,
 )
 from collage_fx.capture.signatures import Signature, draws_16_bits, is_index_of_integers, signature_of
-from collage_fx.capture.stale_code import CompiledCode, compiling_for
 from collage_fx.errors import UnsupportedTensorError
 from collage_fx.graph import factorizes, foreach_calls
 from collage_fx.numerics import is_low_precision
@@ -118,7 +117,6 @@ class Recorder(TorchDispatchMode):
         self._steps = 1 if numbers else 0  # a first step makes lasting state
         self._first_met: dict[Any, int] = {}
         self._compiled: dict[Any, list[Compiled]] = {}
-        self._code = CompiledCode()
         self._at_once: set[Signature] = set()
         self._predicted: dict[Any, tuple[tuple[Any, ...], bool]] = {}
         self._noted: list[tuple[type, TensorWeakRef]] = []
@@ -477,19 +475,17 @@ class Recorder(TorchDispatchMode):
             self._become(result, Spec.of(result).empty())
             if is_low_precision(result.dtype):
                 self.note(MadeInStep, real(result))
-        if self._code.is_stale:
-            self._compiled, self._first_met, self._code = {}, {}, CompiledCode()
         function = RecordedFunction(segment, operations, kept, self._kind_of)
         key = (function.form, function.shapes, *function.sizes)
         if key not in self._compiled and self._first_met.setdefault(function.form, self._steps) < self._steps:
             key = function.form
         known = self._compiled.setdefault(key, [])
+        known[:] = [each for each in known if not each.owner.is_stale]
         compiled = next((each for each in known if each.fits(function)), None)
         if compiled is None:
             takes_sizes = key is function.form
             changed = self._changed_in(function, takes_sizes=takes_sizes)
-            with compiling_for(self._code):
-                compiled = compiled_for(function, self._compile_graph, changed, takes_sizes=takes_sizes)
+            compiled = compiled_for(function, self._compile_graph, changed, takes_sizes=takes_sizes)
             known.insert(0, compiled)
             if len(known) >= BURNED_IN_AGAIN:
                 self._at_once |= function.operators_of(compiled.burned_in)

@@ -24,7 +24,7 @@ __all__ = ["CompiledCode", "compiling_for", "note_write"]
 
 @dataclass(eq=False)
 class CompiledCode:
-    """Code that has been compiled for a call of ``torch.compile``, or for an optimizer's recorded steps.
+    """Code that has been compiled for a call of ``torch.compile``, or for a part of a recorded step.
 
     Attributes:
         codes: the code objects of the functions that Dynamo has converted for it.

@@ -315,6 +315,8 @@ def _record_if_classes_matter(optimizer: Optimizer, request: Request) -> None:
     unknown = next((each for each in parameter_names(optimizer) if not is_class_traced(each[1])), None)
     if unknown is None:
         return
+    if is_recorded(optimizer):  # of a function in which it was not found before the trace
+        raise RunEagerly
     name, kind = unknown[0], type(unknown[1]).__qualname__
     record_instead([optimizer], request, f"Dynamo takes a parameter of class {kind} for a Parameter")
     refusal = UnsupportedOptimizerError(

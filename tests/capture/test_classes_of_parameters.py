@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
-from collage_fx import full_value, install
+from collage_fx import CollageBackend, full_value, install
 from collage_fx.capture.recording import is_recorded
 from collage_fx.errors import UnsupportedOptimizerError, UnsupportedTensorError
 from tests.support.refusals import refused
@@ -141,6 +141,34 @@ def test_steps_of_torch_ask_for_no_class_and_are_captured() -> None:
     optimizer: Optimizer = install(torch.optim.AdamW([p], lr=LR))
     optimizer.step()
     assert not is_recorded(optimizer)
+
+
+class Holder:
+    """An optimizer where it is not looked for before a function is traced."""
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self.parts = {"optimizers": [optimizer]}
+
+    def step(self) -> None:
+        self.parts["optimizers"][0].step()
+
+
+def test_an_optimizer_that_is_found_in_the_trace_is_recorded_and_saves_error_terms() -> None:
+    """It was refused, with the advice to do what its class does."""
+    p = Lie(torch.randn(6, 4).bfloat16())
+    start, optimizer = plain(p), Asks([p], ASKING["isinstance"])
+    holder = Holder(optimizer)
+
+    @torch.compile(backend=CollageBackend())
+    def step() -> None:
+        holder.step()
+
+    for _ in range(3):
+        p.grad = torch.ones_like(p)
+        step()
+    wanted = torch.full_like(start, 3 * 3 * -LR)
+    assert (full_value(p) - start - wanted).norm() < COMPENSATED * wanted.norm()
+    assert "collage_fx.parameter.exact.rest" in optimizer.state_dict()["state"][0]
 
 
 class NotWrapped(Optimizer):
