@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 from accelerate.state import GradientState
+from torch.distributed.checkpoint import FileSystemReader
 from transformers import TrainerCallback
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from typing_extensions import Unpack
 
 from collage_fx.backend import CollageBackend
 from collage_fx.choices import takes_options
-from collage_fx.install import join
+from collage_fx.errors import CheckpointMismatchError
+from collage_fx.install import inner_optimizers, join, kept_backend
 from collage_fx.options import GivenOptions
 from collage_fx.wings.gradient_release import step_in_backward
 
@@ -44,7 +48,12 @@ class CollageCallback(TrainerCallback):  # type: ignore[misc]  # its types are n
     def on_train_begin(
         self, args: Any, state: Any, control: Any, model: Any = None, optimizer: Any = None, **kwargs: Any
     ) -> None:
-        """Install the optimizer after the trainer has created it and loaded its state."""
+        """Install the optimizer after the trainer has created it and loaded its state.
+
+        Raises:
+            CheckpointMismatchError: the trainer has loaded FSDP2's checkpoint without its error terms.
+        """
+        _refuse_left_out(optimizer, Path(args.output_dir) / f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}")
         self.backend = join(optimizer, self._given, self.backend)
         if self.in_backward:
             step_in_backward(
@@ -53,3 +62,24 @@ class CollageCallback(TrainerCallback):  # type: ignore[misc]  # its types are n
                 accumulate=lambda: GradientState().sync_gradients,
                 max_norm=args.max_grad_norm or None,
             )
+
+
+def _refuse_left_out(optimizer: Any, checkpoint: Path) -> None:
+    """Raise if a plain optimizer has loaded a sharded checkpoint: it did not ask for its error terms."""
+    folder = checkpoint / "optimizer_0"
+    plain = [each for each in inner_optimizers(optimizer) if kept_backend(each) is None]
+    if not plain or not folder.is_dir():
+        return
+    loaded = {key for each in plain for of in each.state.values() for key in of}
+    saved = FileSystemReader(folder).read_metadata().state_dict_metadata
+    is_complete = any(key.startswith("collage_fx.") for key in loaded)
+    if is_complete or not any(".collage_fx." in key for key in saved):
+        return
+    name = f"{type(plain[0]).__module__}.{type(plain[0]).__qualname__}"
+    raise CheckpointMismatchError(
+        "the trainer has loaded the optimizer before this callback could install it, so without the error "
+        "terms that the checkpoint has",
+        where=str(folder),
+        remedy=f"Trainer(..., optimizer_cls_and_kwargs=(collage_fx.optim.of({name!r}), {{'lr': ...}})): it is "
+        "installed when it is made",
+    )

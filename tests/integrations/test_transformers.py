@@ -4,14 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from torch.distributed import checkpoint
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
+from torch.distributed.fsdp import fully_shard
 from torch.optim import Optimizer
 
+import collage_fx.optim
 from collage_fx import backend_of, full_value
+from collage_fx.errors import CheckpointMismatchError
 from collage_fx.state.packed import is_packed
+from tests.support.processes import Processes
 from tests.support.replay import DEFAULTS, KEPT, Kept, Replay
 from tests.support.training import differences, everything
 
@@ -138,3 +145,48 @@ def test_low_rank_adapters(tmp_path: Path) -> None:
     assert {p.dtype for p in resumed.parameters} == {torch.float32}
     for p, q in zip(replay.parameters, resumed.parameters, strict=True):  # gradients are other ones since
         assert (q - full_value(p)).norm() < 0.1 * (q - p).norm()
+
+
+def resumed_by_dcp(folder: Path, by_name: bool) -> tuple[str, bool]:
+    """Resume FSDP2 as accelerate does; return the callback's refusal, and whether error terms are there."""
+
+    def made() -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+        torch.manual_seed(0)
+        model = torch.nn.Linear(8, 8).bfloat16()
+        fully_shard(model)
+        kind: Any = collage_fx.optim.of("torch.optim.adamw.AdamW") if by_name else torch.optim.AdamW
+        return model, kind(model.parameters(), lr=1e-4)
+
+    def step(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        model(torch.ones(2, 8).bfloat16()).float().square().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    model, optimizer = made()
+    step(model, collage_fx.install(optimizer))
+    saved = {"optimizer": get_optimizer_state_dict(model, optimizer)}
+    checkpoint.save(saved, checkpoint_id=folder / "checkpoint-1" / "optimizer_0")
+    model, optimizer = made()
+    asked = {"optimizer": get_optimizer_state_dict(model, optimizer)}
+    checkpoint.load(asked, checkpoint_id=folder / "checkpoint-1" / "optimizer_0")
+    set_optimizer_state_dict(model, optimizer, asked["optimizer"])
+    arguments = SimpleNamespace(output_dir=str(folder), max_grad_norm=None)
+    try:
+        CollageCallback().on_train_begin(arguments, SimpleNamespace(global_step=1), None, model, optimizer)
+    except CheckpointMismatchError as refusal:
+        return str(refusal), False
+    return "", all(collage_fx.error_terms(p) for p in model.parameters())
+
+
+@pytest.mark.parametrize("by_name", [False, True])
+def test_a_resume_of_fsdp2_without_error_terms_is_refused(tmp_path: Path, by_name: bool) -> None:
+    """They were lost, with a warning that gave other reasons; the remedy keeps them."""
+    processes = Processes(2, tmp_path)
+    try:
+        found = processes.run(resumed_by_dcp, tmp_path / "run", by_name)
+    finally:
+        processes.stop()
+    for refusal, has_terms in found:
+        assert has_terms == by_name
+        assert bool(refusal) != by_name
+        assert by_name or "collage_fx.optim.of('torch.optim.adamw.AdamW')" in refusal
