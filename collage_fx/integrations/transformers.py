@@ -80,6 +80,6 @@ def _refuse_left_out(optimizer: Any, checkpoint: Path) -> None:
         "the trainer has loaded the optimizer before this callback could install it, so without the error "
         "terms that the checkpoint has",
         where=str(folder),
-        remedy=f"Trainer(..., optimizer_cls_and_kwargs=(collage_fx.optim.of({name!r}), {{'lr': ...}})): it is "
+        remedy=f"Trainer(optimizer_cls_and_kwargs=(collage_fx.optim.of({name!r}), {{'lr': ...}})), which is "
         "installed when it is made",
     )
