@@ -96,6 +96,7 @@ import functools
 import inspect
 import itertools
 import warnings
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, cast
@@ -159,6 +160,7 @@ from collage_fx.torch_compat import (
     records,
     sharding_of,
     storage_of,
+    without_own_step,
     wrap_flat_states,
 )
 
@@ -469,8 +471,15 @@ def _taken_apart(optimizer: Optimizer) -> Any:
         return reduced
     make, args, state, *rest = reduced
     if isinstance(state, dict):
-        state = without_own_methods(state.items())
+        state = without_own_methods(without_own_step(state).items())
+        for name, value in state.items():
+            if name.startswith("_optimizer_") and isinstance(value, dict):  # hooks; the copy has ours anew
+                state[name] = OrderedDict((i, each) for i, each in value.items() if not _is_ours(each))
     return _made_anew, (make, args), (state, along), *rest
+
+
+def _is_ours(hook: Any) -> bool:
+    return str(getattr(hook, "__module__", "")).startswith("collage_fx.")
 
 
 #: Class for which :func:`_taken_apart` is registered -> the function registered before, if any.

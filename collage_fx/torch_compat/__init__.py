@@ -122,6 +122,7 @@ try:
         remove_own_step,
         set_own_step,
         without_hooks,
+        without_own_step,
     )
     from collage_fx.torch_compat.patch_conversions import (
         Watch,

@@ -15,7 +15,7 @@ import functools
 import threading
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from types import FunctionType, MethodType
 from typing import Any, Protocol
@@ -220,21 +220,32 @@ def _guarding_zero_grad(optimizer: Optimizer) -> MethodType:
     return MethodType(zero_grad, optimizer)
 
 
-def remove_own_step(optimizer: Optimizer) -> None:
-    """Undo :func:`set_own_step`; a wrapper added around the step since then runs the eager step."""
-    own = vars(optimizer)
-    step = own["step"]
-    is_ours = getattr(step, "__func__", None) is own.pop(_OURS)()
-    if _HOOK in own:
-        own.pop(_HOOK).remove()
-    for name in (_RUN, TRUE, _TRUSTED):
+def without_own_step(attributes: Mapping[str, Any]) -> dict[str, Any]:
+    """Return an optimizer's attributes as they would be without :func:`set_own_step`."""
+    own = dict(attributes)
+    if _OURS not in own:
+        return own
+    step, ours = own.get("step"), own.pop(_OURS)()
+    for name in (_HOOK, _RUN, TRUE, _TRUSTED):
         own.pop(name, None)
     if hasattr(own.get("zero_grad"), _BEFORE):
         del own["zero_grad"]
-    if is_ours:
+    if getattr(step, "__func__", None) is ours:
         del own["step"]
         if (before := getattr(step, _BEFORE)) is not None:
             own["step"] = before
+    return own
+
+
+def remove_own_step(optimizer: Optimizer) -> None:
+    """Undo :func:`set_own_step`; a wrapper added around the step since then runs the eager step."""
+    own = vars(optimizer)
+    if _HOOK in own:
+        own[_HOOK].remove()
+    left = without_own_step(own)
+    for name in own.keys() - left.keys():
+        del own[name]
+    own |= left
 
 
 @contextmanager

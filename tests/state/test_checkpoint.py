@@ -9,7 +9,7 @@ import random
 import subprocess
 import sys
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -1185,3 +1185,34 @@ def test_a_plain_optimizer_with_a_checkpoint_of_ours_is_warned(*, is_gone: bool)
     set_gradients(params, 3)
     (told,) = warned(plain.step)
     assert "updates parameters eagerly that belong to a compensated step" in told
+
+
+class WithAllAttributes(Descent):
+    """Class whose pickles have all attributes, where torch's have three."""
+
+    def __getstate__(self) -> dict[str, Any]:
+        return dict(vars(self))
+
+
+def _unpickled(optimizer: Any) -> Any:
+    return pickle.loads(pickle.dumps(optimizer))
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, _unpickled])
+def test_copies_with_all_attributes_have_steps_and_hooks_of_their_own(copied: Callable[[Any], Any]) -> None:
+    """The step of this object was to be pickled, too, which failed."""
+    (p,) = params = parameters(shapes=[(8, 4)])
+    optimizer = install(WithAllAttributes(params, lr=1e-4))
+    set_gradients(params, 0)
+    optimizer.step()
+    other = copied(optimizer)
+    (q,) = others = other.param_groups[0]["params"]
+    assert torch.equal(full_value(p), full_value(q))
+    for each, of in ((optimizer, params), (other, others)):
+        set_gradients(of, 1)
+        each.step()
+    assert torch.equal(full_value(p), full_value(q))
+    assert not torch.equal(full_value(q), q.double())
+    for name, hooks in vars(optimizer).items():
+        if name.startswith("_optimizer_"):
+            assert len(vars(other)[name]) == len(hooks)
