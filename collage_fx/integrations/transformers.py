@@ -53,7 +53,10 @@ class CollageCallback(TrainerCallback):  # type: ignore[misc]  # its types are n
         Raises:
             CheckpointMismatchError: the trainer has loaded FSDP2's checkpoint without its error terms.
         """
-        _refuse_left_out(optimizer, Path(args.output_dir) / f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}")
+        if state is not None and state.global_step:
+            _refuse_left_out(
+                optimizer, Path(args.output_dir) / f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}"
+            )
         self.backend = join(optimizer, self._given, self.backend)
         if self.in_backward:
             step_in_backward(
