@@ -69,9 +69,9 @@ def scheduled_numbers(optimizer: Optimizer) -> Iterator[Place]:
     numbers = records.of(optimizer, _Numbers)
     numbers.first = _numbers_of(optimizer) | numbers.first
     for attribute, *keys in numbers.changed:
-        for i in range(len(optimizer.state)) if attribute == STATE else ():
-            yield attribute, i, *keys
-        if attribute == GROUPS:
+        if attribute == STATE:
+            yield from ((STATE, i, *keys) for i in range(len(optimizer.state)))
+        else:
             yield attribute, *keys
     for i, group in enumerate(optimizer.param_groups):
         lr = group.get("lr")

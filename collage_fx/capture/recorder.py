@@ -480,9 +480,9 @@ class Recorder(TorchDispatchMode):
         if key not in self._compiled and self._first_met.setdefault(function.form, self._steps) < self._steps:
             key = function.form
         known = self._compiled.setdefault(key, [])
-        known[:] = [each for each in known if not each.owner.is_stale]
-        compiled = next((each for each in known if each.fits(function)), None)
+        compiled = next((each for each in known if not each.owner.is_stale and each.fits(function)), None)
         if compiled is None:
+            known[:] = [each for each in known if not each.owner.is_stale]
             takes_sizes = key is function.form
             changed = self._changed_in(function, takes_sizes=takes_sizes)
             compiled = compiled_for(function, self._compile_graph, changed, takes_sizes=takes_sizes)

@@ -145,7 +145,7 @@ class Options(OptionFields):
         if TYPES[name] is bool:
             allowed = (True, False)
         if allowed:
-            optional = (None,) if option.default is None and name not in ("error_format", "rounding") else ()
+            optional = (None,) if getattr(Options, name) is None else ()
             refuse_unless(name, value, (*optional, *allowed), otherwise)
         elif TYPES[name] is int and (type(value) is not int or value < 1):
             raise InvalidOptionError(

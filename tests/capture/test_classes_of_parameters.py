@@ -154,7 +154,7 @@ class Holder:
 
 
 def test_an_optimizer_that_is_found_in_the_trace_is_recorded_and_saves_error_terms() -> None:
-    """It was refused, with the advice to do what its class does."""
+    """Its step was refused, with advice that its class follows already."""
     p = Lie(torch.randn(6, 4).bfloat16())
     start, optimizer = plain(p), Asks([p], ASKING["isinstance"])
     holder = Holder(optimizer)

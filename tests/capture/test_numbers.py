@@ -328,7 +328,7 @@ COUNTER: Any = "counter"
 @pytest.mark.parametrize("branches", [False, True])
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64, torch.float32, torch.float64])
 def test_a_counter_that_is_read_as_a_number_counts(dtype: torch.dtype, branches: bool) -> None:
-    """Of a float64 tensor, Dynamo took the number before the step, and the counter stayed 0, silently.
+    """A float64 counter stayed 0, silently: Dynamo took the number that it had before the step.
 
     ``n - 1`` of an integer was a symbol that Inductor could not look up.
     """
