@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from collage_fx import CollageBackend, error_terms, full_value, install
-from tests.support.training import parameters, set_gradients
+from tests.support.training import parameters, set_gradients, set_gradients_of_both
 
 STEPS = 24
 
@@ -89,10 +89,7 @@ def test_each_graph_keeps_the_error_terms_that_another_needs(seed: int, rounding
     for q, value in zip(exact, _values(optimizer)[1::2], strict=True):
         wide.state[q]["m"] = value
     for i in range(STEPS):
-        set_gradients(params, i)
-        for p, q in zip(params, exact, strict=True):
-            assert p.grad is not None
-            q.grad = p.grad.double()
+        set_gradients_of_both(params, exact, i)
         step()
         wide.step()
     for value, right in zip(_values(optimizer), _values(wide), strict=True):

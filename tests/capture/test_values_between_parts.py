@@ -17,7 +17,7 @@ from torch.optim import SGD, AdamW, Optimizer
 
 from collage_fx import CollageBackend, full_value, install
 from collage_fx.errors import UncompensatedParameterError
-from tests.support.training import Descent, parameters, set_gradients
+from tests.support.training import Descent, parameters, set_gradients, set_gradients_of_both
 from tests.support.warned import warned
 
 Parameters = list[torch.nn.Parameter]
@@ -116,10 +116,7 @@ def errors(
     start = [p.detach().clone() for p in exact]
     ours, reference = make(low, True), make(exact, False)
     for seed in range(steps):
-        set_gradients(low, seed)
-        for p, x in zip(low, exact, strict=True):
-            assert p.grad is not None
-            x.grad = p.grad.double()
+        set_gradients_of_both(low, exact, seed)
         ours()
         reference()
     met = torch.cat([(full_value(p) - s).view(-1) for p, s in zip(low, start, strict=True)])

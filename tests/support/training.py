@@ -85,6 +85,14 @@ def set_gradients(params: Iterable[Tensor], seed: int = 0) -> None:
             p.grad.copy_(gradient)
 
 
+def set_gradients_of_both(params: Sequence[Tensor], exact: Sequence[Tensor], seed: int) -> None:
+    """Set the same gradients for parameters and for their float64 twins."""
+    set_gradients(params, seed)
+    for p, x in zip(params, exact, strict=True):
+        assert p.grad is not None
+        x.grad = p.grad.double()
+
+
 def run_steps(step: Callable[[], Any], params: Sequence[Tensor], seeds: Iterable[int]) -> None:
     for seed in seeds:
         set_gradients(params, seed)
@@ -161,10 +169,7 @@ def errors_beside_float64(
     optimizer, reference = make(params), make(exact)
     step = step_of(optimizer)
     for seed in range(steps):
-        set_gradients(params, seed)
-        for p, x in zip(params, exact, strict=True):
-            assert p.grad is not None
-            x.grad = p.grad.double()
+        set_gradients_of_both(params, exact, seed)
         step()
         reference.step()
     errors = []
