@@ -156,8 +156,6 @@ _PEERS: Sequence[Peer] = (
     Peer("plus, CUDA graphs", ours("plus", mode="reduce-overhead"), 22, devices=("cuda",), compiles=True),
     Peer("full", ours("full"), 26, compiles=True),
     Peer("full, native", ours("full", arithmetic="native"), 26, compiles=True),
-    Peer("light, every step measured", ours("light", metrics=True), 18, compiles=True),
-    Peer("plus, every step measured", ours("plus", metrics=True), 22, compiles=True),
     Peer("torch.compile bf16", compiled_adamw, 14, compiles=True),
     Peer("torch.compile fp32", compiled_adamw, 28, torch.float32, compiles=True),
     Peer("compiled Kahan by hand", lambda parameters: KahanAdamW(parameters).step, 18, compiles=True),

@@ -6,13 +6,13 @@ The result is lowered by ``lowering/lower.py``; equal updates share kernels (``l
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch.fx import Graph
 
 from collage_fx.choices import did_you_mean
 from collage_fx.errors import CollageError, FailedPassError, InvalidOptionError
-from collage_fx.graph import StepProgram, mark_new_nodes, verify
+from collage_fx.graph import StepProgram, copy_of, mark_new_nodes, verify
 from collage_fx.passes.allocate import Allocate
 from collage_fx.passes.analyze import Analyze
 from collage_fx.passes.base import Pass
@@ -21,7 +21,6 @@ from collage_fx.passes.compensate_native import CompensateNative
 from collage_fx.passes.compensate_wide import CompensateWide
 from collage_fx.passes.drop_stale import DropStale
 from collage_fx.passes.hoist_scalars import HoistScalars
-from collage_fx.passes.measure import Measure
 from collage_fx.passes.normalize import Normalize
 from collage_fx.passes.pack_state import PackState
 from collage_fx.passes.pin_roundings import PinRoundings
@@ -33,11 +32,11 @@ from collage_fx.passes.widen import Widen
 __all__ = [
     "ANALYSIS",
     "CHOOSING",
-    "MEASUREMENT",
     "PIPELINE",
     "SUMMING",
     "Pass",
     "Stage",
+    "in_float32",
     "inserted",
     "refuse_incomplete",
     "run_pipeline",
@@ -56,7 +55,6 @@ PIPELINE: tuple[Pass, ...] = (
     SumChanges(),  # wide: before loads become joins, and after Analyze, whose recurrences are as captured
     CompensateWide(),  # wide: loads and stores become join and split
     CompensateNative(),  # native: the operations themselves become double-word algorithms
-    Measure(),  # only with metrics: reads the loads and stores made by the two passes above
     DropStale(),  # changes the loads made by the two compensating passes
     PinRoundings(),  # after all passes that round: their roundings must survive lowering
     HoistScalars(),  # last: once(...) goes between the final numbers and the final elementwise operations
@@ -72,8 +70,11 @@ CHOOSING: tuple[Pass, ...] = (Analyze(), PackState())
 #: Passes that tell whether changes of a float32 tensor are summed.
 SUMMING: tuple[Pass, ...] = (Normalize(), RefineNumbers(), SumChanges())
 
-#: Passes that strategy "none" runs in addition if the step is measured.
-MEASUREMENT: tuple[Pass, ...] = (Measure(),)
+#: Passes that carry a step in float32, as it would be without any rounding of its state.
+IN_FLOAT32: tuple[Pass, ...] = (
+    *PIPELINE[: PIPELINE.index(Analyze())],
+    *(Widen(), RefineNumbers()),
+)
 
 
 def inserted(own: Pass, *, before: str, passes: Sequence[Pass] = PIPELINE) -> tuple[Pass, ...]:
@@ -119,6 +120,15 @@ def up_to_choosing(passes: Sequence[Pass]) -> tuple[Sequence[Pass], Sequence[Pas
     names = [each.name for each in passes]
     first, last = (names.index(each.name) for each in (CHOOSING[0], CHOOSING[-1]))
     return passes[:first], passes[first : last + 1]
+
+
+def in_float32(program: StepProgram) -> StepProgram:
+    """Return the captured step with all its arithmetic in float32, and without error terms."""
+    assert program.captured is not None
+    captured = copy_of(program.captured)
+    carried = replace(program, gm=captured, strategy="none", arithmetic="wide", states=[], reads=[])
+    run_pipeline(carried, IN_FLOAT32)
+    return carried
 
 
 @dataclass(frozen=True)

@@ -58,7 +58,6 @@ from collage_fx.graph import (
     copies_read_by,
     facts_of,
     fed_back,
-    intend,
     is_conversion,
     is_movement,
     is_transparent,
@@ -98,8 +97,6 @@ class CompensateNative(Pass):
         for state, skip in zip(program.compensated, skips, strict=True):
             restore(editor, state, skip)
         editor.finish()
-        for state, skip in zip(program.compensated, skips, strict=True):
-            intend(editor, state, skip)
         return program.compensation
 
 

@@ -23,7 +23,6 @@ from collage_fx.graph import (
     StateTensor,
     StepProgram,
     fed_back,
-    intend,
     is_conversion,
     is_copy_to_input,
     is_float32_tensor,
@@ -75,8 +74,6 @@ class CompensateWide(Pass):
         for state, skip in zip(program.expanded, skips, strict=True):
             restore(editor, state, skip)
         editor.finish()
-        for state, skip in zip(program.expanded, skips, strict=True):
-            intend(editor, state, skip)
         for state in program.expanded:
             if state.packed:
                 editor.graph.erase_node(state.store)
@@ -167,9 +164,9 @@ def _store_expansion(editor: GraphEditor, state: StateTensor, own_term: Collecti
             state.refusal = (
                 f"{opaque.name} ({operator_of(opaque)}) returns its result rounded to {state.format.name}"
             )
-        state.intended = editor.convert(value, torch.float32)
+        exact = editor.convert(value, torch.float32)
         before = (state.placeholder, *state.added_inputs)
-        hi, *auxiliaries = editor.inline(fmt.store, state.intended, *before, elementwise=fmt.is_elementwise)
+        hi, *auxiliaries = editor.inline(fmt.store, exact, *before, elementwise=fmt.is_elementwise)
         if state.dithers_sum:
             auxiliaries[-1] = editor.call(aten.add.Tensor, auxiliaries[-1], 1)
         if readers:

@@ -77,7 +77,7 @@ class Row:
 
     @property
     def words(self) -> str:
-        named = {name: "measured" if name == "metrics" else str(each) for name, each in self.options.items()}
+        named = {name: str(each) for name, each in self.options.items()}
         return ", ".join(named.values()) or "plus"
 
 
@@ -95,9 +95,6 @@ def _rows() -> Iterator[Row]:
     ]
     for options in formats:
         yield Row("AdamW", _adamw(), options)
-    for strategy in ("light", "plus", "full"):
-        yield Row("AdamW", _adamw(), {"strategy": strategy, "metrics": True})
-    yield Row("AdamW", _adamw(), {"strategy": "light", "state": "block8", "metrics": True})
     yield Row("AdamW, foreach", _adamw(foreach=True), {})
     yield Row("AdamW, amsgrad", _adamw(amsgrad=True), {})
     yield Row("SGD, momentum", lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9), {})
@@ -229,7 +226,6 @@ IN_BENCHMARK = {
     "light, block16": "light, exact, block16",
     "light, block8": "light, exact, block8",
     "light, byte, block8": "light, byte, block8",
-    "plus, every step measured": "plus, measured",
 }
 
 
@@ -270,7 +266,7 @@ GPT-2 124M: 148 tensors, {parameters:.1f} million parameters. {about}.
 - **× its copy**: the time over that of a copy of as many bytes, which moved {copies:.2f} TB/s.
 - **predicted**: the same from the kernels' instructions, at {boosted:.2f} GHz ([below](#predicted-times)).
 
-If memory bounds a step, the prediction is right within 15 %. If instructions do (`block8`, measured steps),
+If memory bounds a step, the prediction is right within 15 %. If instructions do (`block8`),
 the card issued some three quarters of what it could. The run was made before sums were dithered, which adds
 some 17 instructions for each parameter. `./dev bench --device cuda` measures anew;
 [benchmarks](../benchmarks/README.md) has all columns.
@@ -296,7 +292,7 @@ without a GPU (torch {torch}, Triton {triton}):
 
 {table}
 
-- **launches** are for four tensors as for four hundred. A measured step (`metrics=True`) has one more.
+- **launches** are for four tensors as for four hundred.
   Tensors that are too small to be packed have a kernel of their own beside packed ones.
 - **bytes moved** for each parameter, by the kernel's source: what is **held**, read once and written once,
   and the gradient.
@@ -305,7 +301,7 @@ without a GPU (torch {torch}, Triton {triton}):
   accessed in smaller pieces.
 
 No product and sum are fused (fma) unless the product is exact. So bits do not depend on where an element
-lies: measured steps, unaligned gradients and other shards have the same bits.
+lies: unaligned gradients and other shards have the same bits.
 
 Muon, Shampoo, LAMB and Adafactor also have matrix products or sums over rows. These are called once for
 each shape, with a stack of the tensors; values between kernels take 2 GiB at most. A step has as many
@@ -328,7 +324,7 @@ memory's bandwidth):
 - **ms**: the longer of the two, times the number of parameters. Launches and the upload of the table, some
   10 µs, come on top.
 
-`native` arithmetic and measured steps of `block8` are bound by instructions; `block8` itself is at the
+`native` arithmetic is bound by instructions; `block8` is at the
 limit.
 
 ## What a step costs its host
@@ -350,7 +346,7 @@ driver is a fake: it executes kernels from their PTX on the CPU, checks each acc
 late as CUDA allows. Compiled steps have the bits of the rewritten graph run eagerly; captured CUDA graphs
 those of usual steps; resumed trainings those that go on. With AdamW, `plus`, GPT-2 124M, the driver counts:
 
-- **a step**: 2 launches, no copy, no wait. A measured step: 3 launches and a copy of its sums.
+- **a step**: 2 launches, no copy, no wait.
 - **with gradients that have moved**: one upload more. From the fifth on, the host waits for the upload four
   steps before.
 - **Python calls**: {calls}; with gradients that have moved {moved}.

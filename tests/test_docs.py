@@ -14,7 +14,7 @@ import torch
 from collage_fx import CollageBackend, explain
 from collage_fx.graph.recurrence import TOLERATED_STALL, dithered_noise, representation_error, stall_band
 from collage_fx.graph.text import graph_text
-from collage_fx.metrics.meter import WIDTH
+from collage_fx.metrics.rows import ROW
 from collage_fx.numerics.formats import BFLOAT16, FLOAT16, FloatFormat
 from collage_tools.cli import main
 from tests.support.questions import QUESTIONS
@@ -218,6 +218,6 @@ def test_a_question_is_answered_one_click_from_the_readme(
 
 
 def test_the_bytes_kept_of_a_measured_tensor() -> None:
-    kept = f"{WIDTH * torch.float64.itemsize} bytes per tensor and"
+    kept = f"{(len(ROW) + 1) * torch.float64.itemsize} bytes per tensor and"
     assert kept in (DOCS / "metrics.md").read_text()
     assert kept in str(CollageBackend.metrics.__doc__)

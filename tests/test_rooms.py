@@ -656,11 +656,11 @@ FEATURES = {
     r"in_backward|gradient_release|GradientRelease": (9,),
     r"full_precision": (2,),
     r"track_changes|changed_weights|[Cc]hanges\b|bitmap": (31, 16, 15),
-    r"[Mm]etric|measured": (22, 20),
+    r"[Mm]etric|measured": (22, 20, 14),
     r"[Dd]ither|phase": (27, 25),
     r"[Rr]ecord(ed|ing|er)\b": (23,),
     r"\bmember": (17, 16),
-    r"[Pp]acked|pack_state": (31, 30, 29),
+    r"[Pp]acked|pack_state": (31, 30, 29, 28),
     r"DTensor": (6,),
 }
 

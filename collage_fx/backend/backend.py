@@ -65,7 +65,7 @@ class CollageBackend(Backend):
         """Return the measurements so far: step -> tensor -> values, and their aggregates.
 
         Steps are counted from 1, separately for each optimizer. This waits for the device; nothing does until
-        then. Measurements are kept, 512 bytes per tensor and step, until :meth:`forget_metrics`.
+        then. Measurements are kept, 360 bytes per tensor and step, until :meth:`forget_metrics`.
 
         Args:
             model: the model whose names for the parameters are used. Without it they are the names that the

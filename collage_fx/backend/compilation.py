@@ -81,12 +81,12 @@ from collage_fx.graph import (
     tensor_value,
     values_of_weights,
 )
-from collage_fx.lowering import Lowered, interpreted, lower, why_not_compiled, without_sums
-from collage_fx.metrics import MeasuredInput, Meter, MeteredStep, Rows
+from collage_fx.lowering import Lowered, interpreted, lower, why_not_compiled
+from collage_fx.metrics import Meter, MeteredStep
 from collage_fx.numerics import ERROR_FORMATS, PACKED_FORMATS, ErrorFormat, short_name
 from collage_fx.options import Options
 from collage_fx.options.budgets import Budget, best_budget, budgets_for, budgets_for_parts, refuse_excess
-from collage_fx.pipeline import ANALYSIS, MEASUREMENT, SUMMING, Pass, Stage, run_pipeline
+from collage_fx.pipeline import ANALYSIS, SUMMING, Pass, Stage, in_float32, run_pipeline
 from collage_fx.report import GraphReport, PassLog, TensorReport, tensor_report, treatments
 from collage_fx.runtime import STAND_INS, MakingStep, Member, WholeStep
 from collage_fx.state import (
@@ -691,6 +691,7 @@ class Compilation:
         before = copy_of(gm)
         as_captured = program.before_passes(before)
         made_anew = {} if program.strategy == "none" or self.recorded else results_to_inputs(program)
+        program.captured = copy_of(program.gm) if self.options.metrics else None
         self._refuse_lost_values(program)
         if made_anew:
             program.arithmetic = "wide"  # the displacement of a parameter is kept unrounded
@@ -720,13 +721,18 @@ class Compilation:
         self._drop_codes(program)
         with generated_code() as code:
             if is_rewritten:
-                made = self._lower(program, example_inputs, inductor_options, gm)
+                made = self.backend.lower(program, example_inputs, inductor_options)
             else:
                 made = self._lower_as_captured(gm, example_inputs, inductor_options)
                 if known_packed:
                     made = made._replace(step=_with_memory(made.step))
         if isinstance(made, Reason):
             return made
+        if program.measured:
+            meter = self.backend.meter
+            meter.learn(self.optimizers, without=Deferred)
+            measured = MeteredStep(meter, self.subject, program, in_float32(program), made.step)
+            made = made._replace(step=measured)
         if made_anew:
             layouts = {
                 index: placeholder.meta["val"]
@@ -818,7 +824,6 @@ class Compilation:
             repetition,
             is_recorded=bool(self.recorded),
             is_compiled=self.is_compiled,
-            captured=copy_of(gm) if self.options.metrics else None,
             rounding=self.options.rounding,
             changes=self.options.changes,
             packed=None if packed is None or self.recorded else PACKED_FORMATS[packed],
@@ -911,7 +916,6 @@ class Compilation:
         run_pipeline(program, self._pipeline, observe=observe)
         if self.options.strategy == "none" and program.captured is not None:
             program.move_to(copy_of(captured))
-            run_pipeline(program, MEASUREMENT, observe=observe)
 
     def _refuse_uncompensated(self, program: StepProgram) -> None:
         """Raise, or warn, for tensors that the passes could not compensate."""
@@ -929,42 +933,6 @@ class Compilation:
                 if self.options.strict and state.info.role is Role.PARAMETER:
                     raise refusal
                 warn(refusal)
-
-    def _lower(
-        self,
-        program: StepProgram,
-        example_inputs: Sequence[Any],
-        inductor_options: dict[str, Any],
-        captured: GraphModule,
-    ) -> Lowered | Reason:
-        """Lower the rewritten step; if not every step is measured, also without the sums of metrics."""
-
-        def lowered(each: StepProgram) -> Lowered | Reason:
-            return self.backend.lower(each, example_inputs, inductor_options)
-
-        if not program.measured:
-            return lowered(program)
-        measured = [
-            MeasuredInput.of(state, index, program.infos[index])
-            for state in program.measured
-            for index in program.repetition.copies[state.position]
-        ]
-        meter = self.backend.meter
-        meter.learn(self.optimizers, without=Deferred)
-        rows = Rows(measured)
-        plain: Any = None
-        if meter.every > 1 and self.options.strategy == "none":
-            plain = self.backend.lower_as_captured(captured, example_inputs, inductor_options)
-        elif meter.every > 1:
-            without = lowered(replace(program, gm=without_sums(program.gm)))
-            if isinstance(without, Reason):
-                return without
-            plain = without.step
-        program.rows = rows.inputs
-        made = lowered(program)
-        if isinstance(made, Reason):
-            return made
-        return made._replace(step=MeteredStep(meter, self.subject, measured, rows, made.step, plain))
 
     def _lower_as_captured(
         self, gm: GraphModule, example_inputs: Sequence[Any], inductor_options: dict[str, Any]

@@ -8,7 +8,6 @@ from collage_fx.codegen.address_tables import (
     MOST_ARGUMENTS,
     NO_PLACE,
     PEEKED,
-    SUMS_OF_PIECE,
     TOTAL,
     Classify,
     Fill,

@@ -35,7 +35,7 @@ Caller caller(size_t arguments, std::index_sequence<N...>) {
 constexpr size_t most = MOST_ARGUMENTS;
 
 bool is_added(Word kind) {
-  return kind == SUMS_OF_PIECE || kind == TOTAL || kind == MEAN;
+  return kind == TOTAL || kind == MEAN;
 }
 
 // The address at a place, or none: see ``fill``.
@@ -45,8 +45,8 @@ Word address_at(Word place, const Word* addresses, Word scratch) {
 }
 
 // Of a row: no two threads write to neighbouring ones.
-struct alignas(128) Sums {
-  double each[SUMS];
+struct alignas(128) Sum {
+  double value;
 };
 
 }  // namespace
@@ -111,40 +111,36 @@ extern "C" void run(
     const Word* offsets, const Word* elements, const Word* members,
     const Word* addresses, Word scratch, Word threads, const char* present) {
   const Caller invoke = caller(columns, std::make_index_sequence<most + 1>());
-  const size_t vectors = std::count_if(kinds, kinds + columns, is_added);
-  std::vector<Sums> sums(vectors * first_row[jobs]);
+  const size_t added = std::count_if(kinds, kinds + columns, is_added);
+  std::vector<Sum> sums(added * first_row[jobs]);
 #pragma omp parallel for schedule(dynamic, 1) num_threads(threads) if (threads > 1)
   for (Word job = 0; job < jobs; ++job) {
     for (Word row = first_row[job]; row < first_row[job + 1]; ++row) {
       if (members[row] >= 0 && present && !present[members[row]]) continue;
       Word a[most + 1];
-      Sums* sums_of_row = sums.data() + vectors * row;
+      Sum* sum_of_row = sums.data() + added * row;
       for (Word j = 0, i = row * columns; j < columns; ++j, ++i) {
-        a[j] = is_added(kinds[j]) ? reinterpret_cast<Word>((sums_of_row++)->each)
+        a[j] = is_added(kinds[j]) ? reinterpret_cast<Word>(&(sum_of_row++)->value)
                                   : address_at(places[i], addresses, scratch) + offsets[i];
       }
       invoke(function, a);
     }
   }
   // Rows of a call stand one after the other: those whose sums have the same destination.
-  for (Word j = 0, vector = 0; j < columns; ++j) {
+  for (Word j = 0, number = 0; j < columns; ++j) {
     if (!is_added(kinds[j])) continue;
     for (Word row = 0; row < first_row[jobs];) {
       const Word place = places[row * columns + j];
-      Sums total{};
+      double total = 0;
       Word length = 0;
       for (; row < first_row[jobs] && places[row * columns + j] == place; ++row) {
-        for (size_t k = 0; k < SUMS; ++k) total.each[k] += sums[vectors * row + vector].each[k];
+        total += sums[added * row + number].value;
         length += elements[row];
       }
       void* result = reinterpret_cast<void*>(address_at(place, addresses, scratch));
-      if (kinds[j] == SUMS_OF_PIECE) {
-        std::memcpy(result, total.each, sizeof total.each);
-      } else {
-        const float sum = static_cast<float>(kinds[j] == MEAN ? total.each[0] / length : total.each[0]);
-        std::memcpy(result, &sum, sizeof sum);
-      }
+      const float sum = static_cast<float>(kinds[j] == MEAN ? total / length : total);
+      std::memcpy(result, &sum, sizeof sum);
     }
-    ++vector;
+    ++number;
   }
 }

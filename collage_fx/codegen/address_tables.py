@@ -11,7 +11,6 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from collage_fx.numerics import SUMS
 from collage_fx.torch_compat import ADDRESS_OF_TENSOR, load_cpp_library
 
 #: Number of elements of a tensor that are compared with their values after the last step.
@@ -25,11 +24,10 @@ MOST_ARGUMENTS = 96
 #: Operand code of a word that has no address: n = index in the address table, -2-k = scratch cell k.
 NO_PLACE = -1
 
-#: Kinds of arguments that are not addresses of tensors. LENGTH = length of the piece; SUMS_OF_PIECE = address
-#: of the sums ``SUMS`` over its elements; FIRST_OF_PIECE = address of the index of its first element, a
-#: 32-bit integer; TOTAL, MEAN = address of a float64 sum over its elements, which becomes a float32 sum or
-#: mean.
-LENGTH, SUMS_OF_PIECE, FIRST_OF_PIECE, TOTAL, MEAN = -1, -2, -3, -4, -5
+#: Kinds of arguments that are not addresses of tensors. LENGTH = length of the piece; FIRST_OF_PIECE =
+#: address of the index of its first element, a 32-bit integer; TOTAL, MEAN = address of a float64 sum over
+#: its elements, which becomes a float32 sum or mean.
+LENGTH, FIRST_OF_PIECE, TOTAL, MEAN = -1, -2, -3, -4
 
 
 def _source() -> str:
@@ -39,10 +37,8 @@ def _source() -> str:
         "CELL": CELL,
         "MOST_ARGUMENTS": MOST_ARGUMENTS,
         "NO_PLACE": NO_PLACE,
-        "SUMS_OF_PIECE": SUMS_OF_PIECE,
         "TOTAL": TOTAL,
         "MEAN": MEAN,
-        "SUMS": len(SUMS),
     }
     defined = "".join(f"#define {name} {value}\n" for name, value in constants.items())
     return defined + Path(__file__).with_suffix(".cpp").read_text(encoding="utf-8")

@@ -31,14 +31,7 @@ from torch.fx import Graph, Node
 
 from collage_fx.codegen.functions import CONVERT, Function, expression, function_of
 from collage_fx.codegen.spellings import STORED_AS_BITS, NoSpelling
-from collage_fx.graph import (
-    ELEMENTWISE,
-    tensor_value,
-    trace_of,
-    update_sizes,
-    update_sums,
-    values_of_update,
-)
+from collage_fx.graph import ELEMENTWISE, tensor_value
 from collage_fx.numerics import (
     BLOCK_CODES,
     BLOCK_OPERATORS,
@@ -58,8 +51,7 @@ from collage_fx.numerics import (
     units_of_block,
     with_byte,
 )
-from collage_fx.numerics import update_sums as measures
-from collage_fx.torch_compat import OpOverload, pytree
+from collage_fx.torch_compat import OpOverload
 
 aten = torch.ops.aten
 
@@ -86,11 +78,6 @@ def largest_magnitude(value: Tensor) -> Tensor:
     raise NotImplementedError
 
 
-def sums_of(*values: Tensor) -> Tensor:
-    """Mark the sums over all elements of ``update_sums.values``."""
-    raise NotImplementedError
-
-
 #: Operators that compute quotients, and all operators whose results take a processor many cycles.
 QUOTIENTS = (aten.div.Tensor, aten.reciprocal.default, aten.rsqrt.default)
 SLOW = (*QUOTIENTS, aten.sqrt.default)
@@ -98,15 +85,12 @@ SLOW = (*QUOTIENTS, aten.sqrt.default)
 #: Most quotients that one loop hands to the next.
 MOST_QUOTIENTS = 2
 
-#: Operators of ours whose results are neither numbers nor of elements.
-VECTORS = (update_sums, update_sizes)
-
 #: Operators that add all elements up.
 TOTALS = (aten.sum.default, aten.mean.default)
 
 
 class Kind(Enum):
-    """Number of values of a node: a single value, a value for each row, element and so on, or a vector.
+    """Number of values of a node: a single value, a value for each row, element and so on, or a total.
 
     What is made of two kinds is of the later one, but of a row's and a column's value it is an element's.
     """
@@ -116,15 +100,14 @@ class Kind(Enum):
     OF_COLUMN = auto()
     OF_BLOCK = auto()
     OF_ELEMENT = auto()
-    SUMS = auto()
+    TOTAL = auto()
 
 
 #: Kinds of placeholder functions in a graph.
 _KINDS: dict[Any, Kind] = {
     place: Kind.OF_ELEMENT,
     largest_magnitude: Kind.OF_BLOCK,
-    sums_of: Kind.SUMS,
-    **dict.fromkeys(TOTALS, Kind.SUMS),
+    **dict.fromkeys(TOTALS, Kind.TOTAL),
 }
 
 
@@ -145,7 +128,6 @@ class Elements:
     Attributes:
         inputs: placeholders of tensors.
         stores: stores of elements, of values per block, and of scalars.
-        rows: stores of sums, and of counts, over the elements.
         totals: stores of the sums of all elements, of which the caller makes sums and means. A rule of
             scalars has no elements: the sum of a number has no spelling.
         written: inputs that something is stored into.
@@ -163,12 +145,10 @@ class Elements:
         ]
         copies: list[Any] = list(graph.find_nodes(op="call_function", target=aten.copy_.default))
         stores = [Store(*copy.args) for copy in copies]
-        self.rows = [store for store in stores if store.value.target in (sums_of, measures.size_bin)]
         self.totals = [store for store in stores if width and store.value.target in TOTALS]
-        apart = (*self.rows, *self.totals)
-        self.stores = [store for store in stores if store not in apart]
+        self.stores = [store for store in stores if store not in self.totals]
         self.written = {store.into for store in stores}
-        self._row_inputs = {store.into for store in apart}
+        self._total_inputs = {store.into for store in self.totals}
         self.nodes = [node for node in graph.nodes if node.op in ("placeholder", "call_function")]
         self.kinds: dict[Node, Kind] = {}
         for node in self.nodes:
@@ -230,8 +210,8 @@ class Elements:
             return Kind.NUMBER
         if node.op == "placeholder":
             value = node.meta["val"]
-            if node in self._row_inputs:
-                return Kind.SUMS
+            if node in self._total_inputs:
+                return Kind.TOTAL
             if not isinstance(value, Tensor) or value.dim() == 0:
                 return Kind.NUMBER
             if value.dim() == 2 and 1 in tuple(value.shape):
@@ -293,7 +273,7 @@ def has_spelling(node: Node) -> bool:
 
     An operation whose result is no tensor (a list of tensors, a size) has none.
     """
-    if node.target in FUNCTIONS or node.target in (PHASES, *BLOCK_OPERATORS, *VECTORS):
+    if node.target in FUNCTIONS or node.target in (PHASES, *BLOCK_OPERATORS):
         return True
     result = tensor_value(node)
     if result is None:
@@ -324,7 +304,7 @@ def function_at(node: Node) -> Function | None:
     target: Any = node.target
     if node.op != "call_function" or isinstance(target, OpOverload):
         return None
-    if target in (place, largest_magnitude, sums_of) or not hasattr(target, "__code__"):
+    if target in (place, largest_magnitude) or not hasattr(target, "__code__"):
         return None
     tensors = [arg for arg in node.args if isinstance(arg, Node)]
     dtypes = tuple(arg.meta["val"].dtype for arg in tensors)
@@ -418,14 +398,6 @@ class _Rewriter:
             return self._call(block_scale, (largest if is_signed else self._root(largest),), node, dtype)
         if target is BLOCK_CODES:
             return self._codes(node, args)
-        if target is update_sums:
-            made = self.graph.call_function(sums_of, tuple(self._values_of_sums(node)))
-            made.meta["val"] = node.meta["val"]
-            return made
-        if target is update_sizes:
-            old, old_lo, *others = args
-            zero = self._call(aten.full_like.default, (old, 0.0), old, torch.float32)
-            return self._call(measures.size_bin, (old, old_lo or zero, *others), zero, torch.int32)
         if is_rounding(node) and not _is_on_grid(args[0], dtype):
             self._write_rounding(node)
         return None
@@ -451,13 +423,3 @@ class _Rewriter:
         if value.meta["val"].dtype is not torch.float32:
             raise NoSpelling(f"a rounding of {value.meta['val'].dtype} to {dtype}")
         node.update_arg(0, self._call(arithmetic.round_to_storage, (value, dtype), value, torch.float32))
-
-    def _values_of_sums(self, node: Node) -> list[Node]:
-        """Write the values that measure an element of an update, in elementary operations."""
-        given: list[Any] = [operand for operand in node.args if operand is not None]
-        trace = trace_of(values_of_update, (torch.float32,) * len(given))
-        copies = dict(zip(trace.graph.find_nodes(op="placeholder"), given, strict=True))
-        for each in trace.graph.nodes:
-            if each.op == "call_function":
-                copies[each] = self.graph.node_copy(each, copies.__getitem__)
-        return [copies[result] for result in pytree.tree_leaves(trace.graph.output_node().args)]

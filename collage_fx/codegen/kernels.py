@@ -32,10 +32,6 @@ from torch.fx import Graph, Node
 from collage_fx.codegen.elements import ON_GRID, Elements, Kind, Store, is_rounding, reads_half
 from collage_fx.codegen.spellings import bare, in_memory, in_register
 from collage_fx.codegen.statements import Names, Statements
-from collage_fx.codegen.sums import sums_class
-from collage_fx.graph import sums_of_values
-from collage_fx.numerics import SIZES, SUMS
-from collage_fx.numerics import update_sums as measures
 
 #: Flags of the compiler after Inductor's: loops are vectorized, and integers wrap around.
 FLAGS = ("-ftree-loop-vectorize", "-fno-math-errno", "-fno-trapping-math", "-ffp-contract=off", "-fwrapv")
@@ -77,10 +73,7 @@ def flat_kernel(graph: Graph, width: int) -> str:
     Raises:
         NoSpelling: C++ has no expression for an operation of the rule.
     """
-    elements = Elements(graph, width)
-    if any(store.value.target is measures.size_bin for store in elements.rows):
-        return _Sample(elements).source()
-    return _Flat(elements).source()
+    return _Flat(Elements(graph, width)).source()
 
 
 def _source(names: Names, body: Sequence[str], more: Sequence[str]) -> str:
@@ -129,15 +122,13 @@ class _Flat:
         self.elements, self.names = elements, Names(elements)
         self.stores = [store for store in elements.stores if self._kind(store) is Kind.OF_ELEMENT]
         self.block_stores = [store for store in elements.stores if self._kind(store) is Kind.OF_BLOCK]
-        self.sums = [(store.into.name, store.value.all_input_nodes) for store in elements.rows]
         self.bytes_read = [node for node in elements.inputs if self._is_byte(node) and self._is_read(node)]
         self.halves_read = [
             node for node in elements.nodes if reads_half(node) and elements.kinds[node] is Kind.OF_ELEMENT
         ]
         self.apart = {store: f"{store.into.name}_out" for store in self.stores if _is_apart(store)}
         self.totals = [(store.into.name, store.value.all_input_nodes[0]) for store in elements.totals]
-        added = [value for _, values in self.sums for value in values]
-        added += [value for _, value in self.totals]
+        added = (value for _, value in self.totals)
         self.kept = elements.kept([*(store.value for store in self.stores), *added])
         early = dict.fromkeys([*self.kept, *elements.tested, *elements.in_blocks])
         self.quotients, self.first, self.second = elements.cut(list(early))
@@ -194,11 +185,6 @@ class _Flat:
         for store, name in self.apart.items():
             is_half = store.into.meta["val"].dtype is torch.float16
             lines.append(_buffer(name, "float" if is_half else "int32_t"))
-        for row, values in self.sums:
-            lines += [_buffer(f"{row}_of{k}", "float") for k, _ in enumerate(values)]
-            lines.append(f"for (int k = 0; k < {len(SUMS)}; ++k) {row}[k] = 0;")
-            lines.append(f"SumsOf{len(values)} sums_of_{row};")
-            self.names.functions[f"SumsOf{len(values)}"] = sums_class(sums_of_values(len(values)), CHUNK)
         for total, _ in self.totals:
             lines += [_buffer(f"{total}_of", "float"), f"double {total}_lanes[16] = {{}};"]
         return lines
@@ -220,9 +206,6 @@ class _Flat:
                 lines.append(f"write_f16({into.name} + at, {name}, count);")
             else:
                 lines += _loop([f"{into.name}[at + j] = {kind}({name}[j]);"])
-        for row, values in self.sums:
-            buffers = ", ".join(f"{row}_of{k}" for k, _ in enumerate(values))
-            lines.append(f"sums_of_{row}.add({buffers}, count);")
         lines += [f"add_up({total}_lanes, {total}_of, count);" for total, _ in self.totals]
         return lines
 
@@ -300,7 +283,6 @@ class _Flat:
         }
         of_blocks = [store.value for store in self.block_stores]
         wanted = [_stored(store) for store in self.stores]
-        wanted += [value for _, values in self.sums for value in values]
         wanted += [value for _, value in self.totals]
         given = {**self.known, **known, **blocks}
         done = Statements(self.names, [*wanted, *of_blocks], given, finite=finite, before_stores=True)
@@ -309,8 +291,6 @@ class _Flat:
             value = bare(done.texts[_stored(store)])
             into = f"{self.apart[store]}[j]" if store in self.apart else f"{store.into.name}[at + j]"
             lines.append(f"{into} = {value};")
-        for row, values in self.sums:
-            lines += [f"{row}_of{k}[j] = {bare(done.texts[value])};" for k, value in enumerate(values)]
         lines += [f"{total}_of[j] = {bare(done.texts[value])};" for total, value in self.totals]
         at = f"at / {self.elements.width} + block"
         end = [f"{store.into.name}[{at}] = {done.texts[store.value]};" for store in self.block_stores]
@@ -367,7 +347,6 @@ class _Flat:
         return [
             f"const int64_t elements = {f'{width} * n' if width > 1 else 'n'};",
             *loop,
-            *(f"sums_of_{row}.write({row});" for row, _ in self.sums),
             *(f"{total}[0] = sum_of_lanes({total}_lanes);" for total, _ in self.totals),
         ]
 
@@ -399,45 +378,3 @@ def _hint(noted: Sequence[str] = ()) -> str:
 
 def _loop(lines: Iterable[str], noted: Sequence[str] = ()) -> list[str]:
     return [_hint(noted), "for (int j = 0; j < count; ++j) {", *_indented(lines), "}"]
-
-
-class _Sample:
-    """Writer of the loop over a sample of elements, which counts updates by their sizes."""
-
-    def __init__(self, elements: Elements) -> None:
-        self.elements, self.names = elements, Names(elements)
-
-    def source(self) -> str:
-        """Return the text of the kernel."""
-        width = self.elements.width
-        rows = self.elements.rows
-        computed = Statements(self.names, [size for _, size in rows], {})
-        body = [f"const int64_t elements = {f'{width} * n' if width > 1 else 'n'};"]
-        body += [f"for (int k = 0; k < {len(SIZES)}; ++k) {row.name}[k] = 0;" for row, _ in rows]
-        counted = [f"{row.name}[{bare(computed.texts[size])}] += 1;" for row, size in rows]
-        inner = ["const int j = 0;", *(["const int block = 0;"] if width > 1 else [])]
-        if self.elements.is_matrix:
-            inner += ["const int64_t row = at / columns[0], column = at % columns[0];"]
-        inner += [*computed.of_block, *computed.lines, *counted]
-        at = measures.sampled(_Text("i"), _Text("elements"), _Text.divided)
-        body += [f"for (int64_t i = 0; i < {measures.SAMPLE}; ++i) {{", f"  const int64_t at = {at};"]
-        body += ["  if (at >= elements) continue;", *_indented(inner), "}"]
-        return _source(self.names, body, ["int64_t n"])
-
-
-class _Text(str):
-    """C++ expression of integers that supports Python's arithmetic."""
-
-    def __add__(self, other: object) -> _Text:
-        return _Text(f"({self} + {other})")
-
-    def __sub__(self, other: object) -> _Text:
-        return _Text(f"({self} - {other})")
-
-    def __mul__(self, other: object) -> _Text:
-        return _Text(f"({self} * {other})")
-
-    @staticmethod
-    def divided(dividend: object, divisor: object) -> _Text:
-        """Write a quotient of numbers that are not negative."""
-        return _Text(f"({dividend} / {divisor})")

@@ -28,15 +28,7 @@ from collage_fx.graph import (
     ELEMENTWISE,
     FLOATS,
     once,
-    size_of_update,
-    sums_of_update,
-    terms_of_update,
     trace_of,
-    update_size,
-    update_sizes,
-    update_sums,
-    update_value,
-    values_of_update,
 )
 from collage_fx.numerics import (
     BLOCK,
@@ -51,7 +43,6 @@ from collage_fx.numerics import (
     in_map,
     phase_at,
 )
-from collage_fx.numerics import update_sums as measures
 from collage_fx.torch_compat import (
     pointwise_of,
     pytree,
@@ -59,8 +50,6 @@ from collage_fx.torch_compat import (
     register_placed_lowering,
     register_pointwise_lowering,
     register_realizing_lowering,
-    register_sampling_lowering,
-    register_summing_lowering,
 )
 
 
@@ -106,18 +95,6 @@ for _each in ELEMENTWISE:
         lambda tensors, *constants, of=_each: _of_elements(of.function, of.dtypes, constants),
         dtype=_each.result,
     )
-register_pointwise_lowering(
-    update_value,
-    lambda tensors, number: (
-        lambda inputs: _interpret(trace_of(values_of_update, FLOATS[:tensors]), inputs)[number]
-    ),
-    dtype=torch.float32,
-)
-register_pointwise_lowering(
-    update_size,
-    lambda tensors, dtype: _of_elements(size_of_update, FLOATS[:tensors], (dtype,)),
-    dtype=torch.int32,
-)
 register_placed_lowering(PHASES, _phase_of_element, dtype=torch.int32)
 register_block_lowerings(
     BLOCK_SCALES,
@@ -130,20 +107,6 @@ register_block_lowerings(
     dtype_of_codes=CODES,
 )
 register_realizing_lowering(once)
-register_summing_lowering(
-    update_sums,
-    lambda inputs: _interpret(trace_of(terms_of_update, FLOATS[: len(inputs)]), inputs),
-    sums_of_update,
-    names=measures.SUMS,
-    otherwise=measures.WITHOUT_LO,
-)
-register_sampling_lowering(
-    update_sizes,
-    lambda inputs, dtype: _of_elements(measures.size_bin, FLOATS[:3], (dtype,))(inputs),
-    measures.sampled,
-    sample=measures.SAMPLE,
-    places=len(measures.SIZES),
-)
 
 
 def _sources() -> Iterator[str]:

@@ -57,25 +57,15 @@ from collage_fx.graph.operator_facts import (
     passed_operand,
     size_argument,
     source_of,
+    takes_strides,
     weighted_sum,
 )
 from collage_fx.graph.operators import (
     ELEMENTWISE,
     FLOATS,
-    Sums,
     once,
     rest,
-    round_to_storage,
-    size_of_update,
-    sums_of_update,
-    sums_of_values,
-    terms_of_update,
     trace_of,
-    update_size,
-    update_sizes,
-    update_sums,
-    update_value,
-    values_of_update,
 )
 from collage_fx.graph.program import (
     InputInfo,
@@ -90,7 +80,7 @@ from collage_fx.graph.recurrence import judge, read_recurrence
 from collage_fx.graph.retype import Retyper
 from collage_fx.graph.routes import WAYS, Reason, Reasons, Route, Unit, not_taken
 from collage_fx.graph.signs import Signs, moves_as_a_parameter, stays_positive
-from collage_fx.graph.skipping import intend, restore, set_aside, splits_blocks, unless_skipped
+from collage_fx.graph.skipping import restore, set_aside, splits_blocks, unless_skipped
 from collage_fx.graph.text import graph_text
 
 __all__ = [
@@ -116,7 +106,6 @@ __all__ = [
     "Signs",
     "StateTensor",
     "StepProgram",
-    "Sums",
     "Unit",
     "addends_of",
     "assignments",
@@ -142,7 +131,6 @@ __all__ = [
     "has_elements",
     "ignores_values",
     "input_name",
-    "intend",
     "is_conversion",
     "is_copy_to_input",
     "is_dense",
@@ -177,28 +165,19 @@ __all__ = [
     "rest",
     "restore",
     "results_to_inputs",
-    "round_to_storage",
     "set_aside",
     "size_argument",
-    "size_of_update",
     "source_of",
     "splits_blocks",
     "spoils_an_update",
     "statement_of",
     "stays_positive",
     "stored",
-    "sums_of_update",
-    "sums_of_values",
+    "takes_strides",
     "tensor_value",
-    "terms_of_update",
     "trace_of",
     "unconverted",
     "unless_skipped",
-    "update_size",
-    "update_sizes",
-    "update_sums",
-    "update_value",
-    "values_of_update",
     "values_of_weights",
     "verify",
     "weighted_sum",

@@ -49,7 +49,6 @@ def _check_inputs(program: StepProgram, after: str) -> None:
     captured, added = inputs[: len(program.inputs)], inputs[len(program.inputs) :]
     owners: list[StateTensor | ReadExpansion] = [*program.states, *program.reads]
     expected = [node for owner in owners for node in owner.added_inputs]
-    expected += [node for state in program.measured for node in state.row]
     if added != expected:
         raise GraphInvariantError(f"additional inputs {added}, expected {expected}", where=f"after {after}")
     for state in program.states:

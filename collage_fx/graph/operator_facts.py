@@ -362,6 +362,11 @@ def size_argument(target: Any) -> int | None:
     return names.index("size") if "size" in names else None
 
 
+def takes_strides(target: Any) -> bool:
+    """Return whether an operator is told the strides of its result."""
+    return any(argument.name == "stride" for argument in schema_of(target).arguments)
+
+
 # Effects beyond the result. ---------------------------------------------------------------------------------
 
 

@@ -12,7 +12,7 @@ written once (``codegen``).
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -41,17 +41,7 @@ from collage_fx.numerics import (
     phase,
     with_byte,
 )
-from collage_fx.numerics import update_sums as measures
 from collage_fx.torch_compat import FakeTensorMode, functional_decompositions
-
-
-def _row(columns: Sequence[str]) -> Callable[..., Tensor]:
-    return lambda x, *others: x.new_empty((len(columns),), dtype=torch.float64)
-
-
-def _update_sizes(old: Tensor, old_lo: Tensor | None, intended: Tensor, dtype: torch.dtype) -> Tensor:
-    return measures.sizes(old, torch.zeros_like(old) if old_lo is None else old_lo, intended, dtype)
-
 
 #: ``round_to_storage(x, dtype)``: :func:`collage_fx.numerics.arithmetic.round_to_storage` as one operator.
 round_to_storage = define_operator(
@@ -67,40 +57,6 @@ rest = define_operator("rest(Tensor x, Tensor hi) -> Tensor", arithmetic.rest, N
 #: ``once(x)``: ``x``, computed once and kept in memory, rather than in every place that reads it.
 once = define_operator("once(Tensor x) -> Tensor", torch.clone)
 
-#: ``update_sizes(old, old_lo, intended, dtype)``: ``update_sums.sizes`` as one operator; without an
-#: error term it is None. Which elements are in the sample goes by their order in memory where all tensors
-#: of an elementwise step have one layout, and by their indices elsewhere.
-update_sizes = define_operator(
-    "update_sizes(Tensor old, Tensor? old_lo, Tensor intended, ScalarType dtype) -> Tensor",
-    _update_sizes,
-    _row(measures.SIZES),
-)
-
-#: ``update_sums(old, old_lo, intended, hi, lo)``: ``update_sums.sums`` as one operator; without
-#: error terms they are None. See Note [Metrics].
-update_sums = define_operator(
-    "update_sums(Tensor old, Tensor? old_lo, Tensor intended, Tensor hi, Tensor? lo) -> Tensor",
-    measures.sums,
-    _row(measures.SUMS),
-)
-
-#: ``update_value(old, old_lo, intended, hi, lo, number)``: a single result of ``update_sums.values``.
-update_value = define_operator(
-    "update_value(Tensor old, Tensor? old_lo, Tensor intended, Tensor hi, Tensor? lo, int number) -> Tensor",
-    lambda *operands: measures.values(*operands[:5])[operands[5]],
-    None,
-    torch.Tag.pointwise,
-)
-
-#: ``update_size(old, old_lo, intended, dtype)``: index of each element's size bin, int32.
-update_size = define_operator(
-    "update_size(Tensor old, Tensor? old_lo, Tensor intended, ScalarType dtype) -> Tensor",
-    lambda *operands: size_of_update(*(each for each in operands if each is not None)),
-    lambda old, *_: torch.empty_like(old, dtype=torch.int32),
-    torch.Tag.pointwise,
-)
-
-
 #: The dtypes of as many float32 tensors as an operator takes at most.
 FLOATS = (torch.float32,) * 5
 
@@ -113,56 +69,6 @@ def trace_of(
     tracer = make_fx(lambda *x: function(*x, *constants), decomposition_table=functional_decompositions())
     with FakeTensorMode(), torch.no_grad():
         return tracer(*(torch.empty(2, dtype=dtype) for dtype in dtypes))
-
-
-def _operands(tensors: Sequence[Any]) -> Sequence[Any]:
-    """Return the five operands of ``update_sums``, None in the place of error terms that are left out."""
-    if len(tensors) == 5:
-        return tensors
-    old, intended, hi = tensors
-    return old, None, intended, hi, None
-
-
-def values_of_update(*tensors: Tensor) -> tuple[Tensor, ...]:
-    """Return ``update_sums.values`` of 5 tensors, or of 3 without error terms."""
-    return measures.values(*_operands(tensors))
-
-
-def terms_of_update(*tensors: Tensor) -> tuple[Tensor, ...]:
-    """Return the terms that an element adds to each sum of ``update_sums``: products, then truth values."""
-    return tuple(measures.terms(*_operands(tensors)).values())
-
-
-def size_of_update(*operands: Any) -> Tensor:
-    """Return ``update_sums.size_bin`` of an update, with or without an error term."""
-    old, *old_lo, intended, dtype = operands
-    return measures.size_bin(old, old_lo[0] if old_lo else torch.zeros_like(old), intended, dtype)
-
-
-class Sums(NamedTuple):
-    """Sums that ``update_sums`` computes.
-
-    Attributes:
-        values: number of values that measure an element: 4, or 2 without error terms.
-        products: by name, the indices of the two values that are multiplied.
-        counts: by name, a mapping from the index of a value to True (must be zero) or False (must not be).
-    """
-
-    values: int
-    products: Mapping[str, tuple[int, int]]
-    counts: Mapping[str, Mapping[int, bool]]
-
-
-def sums_of_update(tensors: int) -> Sums:
-    """Return the sums of ``update_sums`` of 5 tensors, or of 3 without error terms."""
-    return sums_of_values(4 if tensors == 5 else 2)
-
-
-def sums_of_values(values: int) -> Sums:
-    """Return the sums of 4 values that measure each element, or of 2 without error terms."""
-    products = {name: pair for name, pair in measures.PRODUCTS.items() if max(pair) < values}
-    counts = {name: zero for name, zero in measures.COUNTS.items() if max(zero) < values}
-    return Sums(values, products, counts)
 
 
 class Elementwise(NamedTuple):

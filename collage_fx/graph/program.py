@@ -132,8 +132,6 @@ class StateTensor:
         auxiliaries: set by ``allocate``: placeholders of its error format's auxiliary tensors.
         start: set by ``allocate`` for a dithered format: placeholder of the index of its first element.
         dithers_sum: set by ``sum-changes``: whether the sum that is stored is rounded by dither.
-        intended: set by ``compensate-wide``: the float32 new value that is split and stored.
-        row: set by ``measure``: placeholders of the row that its sums and sizes are stored into.
     """
 
     placeholder: Node
@@ -154,8 +152,6 @@ class StateTensor:
     auxiliaries: tuple[Node, ...] = ()
     start: Node | None = None
     dithers_sum: bool = False
-    intended: Node | None = None
-    row: tuple[Node, ...] = ()
 
     @property
     def compensated(self) -> bool:
@@ -267,7 +263,6 @@ class StepProgram:
         captured: a copy of the graph as captured if the step is measured; else None.
         states: set by ``analyze``.
         reads: set by ``allocate``.
-        rows: tensors of the rows that ``measure`` has added as inputs.
         left_out: failures of optional passes and steps of the lowering, without which the step is compiled.
     """
 
@@ -292,7 +287,6 @@ class StepProgram:
     captured: GraphModule | None = None
     states: list[StateTensor] = field(default_factory=list)
     reads: list[ReadExpansion] = field(default_factory=list)
-    rows: Sequence[torch.Tensor] = ()
     left_out: list[FailedPassError] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -314,15 +308,16 @@ class StepProgram:
 
     @property
     def measured(self) -> list[StateTensor]:
-        """State tensors with a row of sums, in the order of the rows."""
-        return [state for state in self.states if state.row]
+        """State tensors whose updates are measured: tensors with error terms, or all with strategy "none"."""
+        states = [] if self.captured is None else self.states if self.strategy == "none" else self.compensated
+        return [state for state in states if state.info.role is not Role.NEW]
 
     @property
     def extended(self) -> Repetition:
-        """Repetition including the inputs that passes have added: all error terms, then all rows."""
-        of_error_terms = [state.position for state in self.expansions for _ in state.added_inputs]
-        of_rows = [state.position for state in self.measured for _ in state.row] if self.rows else []
-        return self.repetition.extended(of_error_terms).extended(of_rows)
+        """Repetition including the error terms, the inputs that passes have added."""
+        return self.repetition.extended(
+            [state.position for state in self.expansions for _ in state.added_inputs]
+        )
 
     @property
     def compensation(self) -> str:

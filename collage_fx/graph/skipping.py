@@ -83,18 +83,6 @@ def splits_blocks(state: StateTensor, fmt: ErrorFormat) -> bool:
     return not all(_keeps_codes(skip, state, fmt) for skip in _skips_of(state))
 
 
-def intend(editor: GraphEditor, state: StateTensor, skips: Sequence[Skip]) -> None:
-    """Set the intended value of a tensor that is measured: its old value in a skipped step.
-
-    Call it when the graph is finished: nothing reads the intended value unless the step is measured.
-    """
-    if skips and state.intended is not None:
-        with editor.graph.inserting_before(state.store):
-            (old,) = editor.inline(state.error_format.join, state.placeholder, *state.auxiliaries)
-            for skip in reversed(skips):
-                state.intended = skip.between(editor, old, state.intended)
-
-
 def restore(editor: GraphEditor, state: StateTensor, skips: Sequence[Skip]) -> None:
     """Put the choices between old and new value in front of the stores of all parts of a tensor.
 

@@ -8,6 +8,5 @@ from collage_fx.lowering.lower import (
     lower,
     step_in_parts,
     why_not_compiled,
-    without_sums,
 )
 from collage_fx.lowering.schedule import rules_of

@@ -54,19 +54,14 @@ from collage_fx.graph import (
     reached,
     stored,
     tensor_value,
-    update_sizes,
-    update_sums,
 )
 from collage_fx.lowering.broadcasts import common_columns
 from collage_fx.lowering.parts import Part
 from collage_fx.lowering.rules import is_total, nodes_of, order_in_memory, rule_of
 from collage_fx.numerics import BLOCK_OPERATORS, PHASES
 
-#: Sums and counts over all elements, which are stored beside the elements.
-ROWS = (update_sums, update_sizes)
-
 #: Operators of ours, which Inductor is not given.
-OURS = {*(each.operator for each in ELEMENTWISE), PHASES, *BLOCK_OPERATORS, *ROWS}
+OURS = {*(each.operator for each in ELEMENTWISE), PHASES, *BLOCK_OPERATORS}
 
 #: Space of scalars.
 NUMBERS = "numbers"
@@ -223,7 +218,7 @@ class _Cut:
         elements = [each for each in node.all_input_nodes if not is_number(each)]
         if is_number(node):
             return None if elements else NUMBERS
-        if node.target not in (*BLOCK_OPERATORS, *ROWS):
+        if node.target not in BLOCK_OPERATORS:
             if not is_elementwise(node):
                 return None
             if smaller := self._broadcast(node):
@@ -234,7 +229,7 @@ class _Cut:
             elements = elements[:1]
         spaces = {self._space[each] for each in elements} - {ANY}
         # A copy may have another order in memory than what it copies.
-        is_moved = node.target not in (*BLOCK_OPERATORS, *ROWS) and not spaces <= {_layout(node)}
+        is_moved = node.target not in BLOCK_OPERATORS and not spaces <= {_layout(node)}
         return ANY if not spaces else spaces.pop() if len(spaces) == 1 and not is_moved else None
 
     def _broadcast(self, node: Node) -> list[Node]:
@@ -265,7 +260,7 @@ class _Cut:
     def _space_of_store(self, store: Node) -> Hashable | None:
         """Return the space of the part that makes a store; None if Inductor makes the store."""
         into, value = store.all_input_nodes[0], stored(store)
-        is_of_space = self._is_printable[value] and value.target in (*BLOCK_OPERATORS, *ROWS)
+        is_of_space = self._is_printable[value] and value.target in BLOCK_OPERATORS
         if is_of_space or self._space[value] in (ANY, _layout(into)):
             return self._space[value] if self._space[value] is not ANY else _layout(into)
         if not self._is_input(value):

@@ -22,7 +22,6 @@ from collage_fx.codegen import (
     LENGTH,
     MEAN,
     MOST_ARGUMENTS,
-    SUMS_OF_PIECE,
     TOTAL,
     NoSpelling,
     flat_kernel,
@@ -32,17 +31,17 @@ from collage_fx.codegen import (
 from collage_fx.errors import FailedLoweringError
 from collage_fx.graph import Reason, Reasons, device_facts, placeholders
 from collage_fx.lowering.attempts import compile_somehow, inductors_faults
-from collage_fx.lowering.measured_rules import summed, table_sums
 from collage_fx.lowering.products import called_products, has_products_alone
 from collage_fx.lowering.rule_graphs import graph_of
 from collage_fx.lowering.rules import LONGEST, Line, Rule
 from collage_fx.lowering.stacks import stacked_graph
-from collage_fx.runtime import HOST, Column, Kernel, Stackable
+from collage_fx.runtime import HOST, Column, Kernel, Stackable, Summed
 from collage_fx.torch_compat import (
     CFunction,
     InductorFault,
     SymbolicScope,
     TableKernel,
+    TableSums,
     fusing_distant_nodes,
     generated_code,
     inductor_config,
@@ -129,7 +128,7 @@ def compile_rule(rule: Rule) -> Kernel | Reason:
             with scope:
                 call = called_products(graph_of(rule, scope, HINT))
             return Kernel(call, device=rule.device, reasons=(("in one call for all tensors", over_table),))
-    elif rule.flat and (rule.is_measured or rule.totals):
+    elif rule.totals:
         over_table = _compiled(rule, by_element=True)
     return over_table if isinstance(over_table, Kernel) else _compiled(rule, no_table=over_table)
 
@@ -190,9 +189,7 @@ def _columns(rule: Rule, inputs: Sequence[Any], arguments: Sequence[int]) -> tup
     # The length, the place of the first element, and the number of a matrix's columns.
     before = rule.flat + rule.is_placed + (rule.columns > 0)
     lines = [i for i, line in enumerate(rule.lines) if line.target is None]
-    kinds = {before + i: SUMS_OF_PIECE for i, line in enumerate(lines) if line in rule.sums}
-    for i, target in rule.totals.items():
-        kinds[before + len(lines) + i] = MEAN if target is torch.ops.aten.mean.default else TOTAL
+    kinds = {before + len(lines) + i: kind for i, kind in _kinds_of_totals(rule).items()}
     if rule.flat:
         kinds[0] = LENGTH
     if rule.is_placed:
@@ -209,13 +206,26 @@ def _columns(rule: Rule, inputs: Sequence[Any], arguments: Sequence[int]) -> tup
     return tuple(map(column, arguments))
 
 
+def _kinds_of_totals(rule: Rule) -> dict[int, int]:
+    """Return whether a total is a sum or a mean, by the index of the result."""
+    return {i: MEAN if target is torch.ops.aten.mean.default else TOTAL for i, target in rule.totals.items()}
+
+
+def _sums(rule: Rule) -> tuple[Summed, ...]:
+    """Return the totals of which each program of a kernel over a table leaves a part."""
+    first = rule.flat + rule.is_placed + sum(line.target is None for line in rule.lines)
+    return tuple(
+        Summed(first + i, part, kind) for part, (i, kind) in enumerate(_kinds_of_totals(rule).items())
+    )
+
+
 def _compiled(rule: Rule, *, by_element: bool = False, no_table: Reason | None = None) -> Kernel | Reason:
     """Compile the kernel of a rule with Inductor.
 
     Args:
         rule: the rule of any part that the kernel will serve.
-        by_element: whether sums and counts are stored element by element, for a kernel over a table
-            to take.
+        by_element: whether the values of totals are stored element by element, for a kernel over a table to
+            add up.
         no_table: why there is no kernel over a table, if that is known. A kernel for one tensor at a time has
             no table from which to read a number of the host, and does not sum: then there is a reason.
     """
@@ -254,7 +264,7 @@ def _compiled(rule: Rule, *, by_element: bool = False, no_table: Reason | None =
             _columns(rule, inputs, found.arguments),
             device=rule.device,
             width=rule.width,
-            sums=summed(rule) if by_element else (),
+            sums=_sums(rule) if by_element else (),
             reasons=attempt.reasons,
         )
     if by_element:
@@ -316,6 +326,7 @@ def _table_kernel(rule: Rule, code: str, inputs: Sequence[Any], *, by_element: b
     """Return the kernel over a table that Inductor's code is put into, or why there is none."""
     tensors = ((i, each) for i, each in enumerate(inputs) if isinstance(each, Tensor))
     elements = [i for i, each in tensors if bytes_of_a_unit(rule, each)]
-    sums = table_sums(rule, len(inputs)) if by_element else None
+    values = tuple(range(len(inputs) - len(rule.totals), len(inputs)))
+    sums = TableSums(values, rule.width) if by_element else None
     found = table_kernel(code, len(inputs), 0 if rule.flat else None, elements, sums)
     return Reason(found, ", ".join(sorted(rule.operations))) if isinstance(found, str) else found

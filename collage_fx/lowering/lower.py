@@ -7,7 +7,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
-from torch.fx import Graph, GraphModule
+from torch.fx import Graph
 
 from collage_fx.choices import Arithmetic
 from collage_fx.codegen import REVISION
@@ -35,8 +35,6 @@ from collage_fx.graph import (
     not_taken,
     placeholders,
     tensor_value,
-    update_sizes,
-    update_sums,
 )
 from collage_fx.lowering.attempts import Attempt, compile_somehow, interpreted
 from collage_fx.lowering.schedule import lower_in_parts, repeated
@@ -76,10 +74,6 @@ JOINT_GRAPH_SETTINGS: dict[str, Any] = {"joint_graph_constant_folding": False}
 #: ``native`` rounds every operation, which Triton's division (``div.full.f32``, within 2 ulps) otherwise does
 #: not.
 NATIVE_SETTINGS: dict[str, Any] = {**IEEE_SETTINGS, **DENSE_REUSE, "eager_numerics.division_rounding": True}
-
-#: Settings for measured steps: the sums of all tensors that a loop updates, eleven nodes for each tensor,
-#: should be in this loop.
-MEASURING_SETTINGS: dict[str, Any] = {"cpp.max_horizontal_fusion_size": 128, "max_fusion_size": MOST_NODES}
 
 #: Description of an argument that a step adds to its arguments.
 ERROR_TERM = InputInfo("an error term", "lo", Role.OTHER)
@@ -151,7 +145,7 @@ def lower(
     unit: Unit = "whole" if not_in_parts is not None else "in parts" if repetition.is_whole else "by family"
     if not is_compiled:
         unit = "operation by operation"
-    step = CompensatedStep(compiled, bindings, expected, program.rows)
+    step = CompensatedStep(compiled, bindings, expected)
     return Lowered(step, unit, tuple(dict.fromkeys(why)))
 
 
@@ -217,11 +211,9 @@ def _expected(
         all_layouts: whether nothing else looks at sizes and strides, which are numbers then.
     """
     nodes, stores = placeholders(program.gm.graph), copies_to_inputs(program.gm.graph)
-    rows = sum(len(state.row) for state in program.measured) if program.rows else 0
-    looked_at = nodes[: len(nodes) - rows]
     packed = {each.position for each in program.expansions if each.packed}  # their own memory is not touched
     indices = sorted(
-        (index, i) for i, _ in enumerate(looked_at) if i not in packed for index in extended.copies[i]
+        (index, i) for i, _ in enumerate(nodes) if i not in packed for index in extended.copies[i]
     )
     given: list[Expected] = []
     added: list[Expected] = []
@@ -241,27 +233,22 @@ def _expected(
 
 def _settings(program: StepProgram) -> dict[str, Any]:
     """Return the Inductor settings for lowering a program's graph."""
+    if program.strategy == "none":
+        return {}
     values = map(tensor_value, placeholders(program.gm.graph))
-    devices = {value.device for value in values if value is not None}
-    if program.strategy != "none":
-        return inductor_settings(program.arithmetic, devices, is_measured=bool(program.rows))
-    return MEASURING_SETTINGS if program.rows else {}
+    return inductor_settings(program.arithmetic, {value.device for value in values if value is not None})
 
 
-def inductor_settings(
-    arithmetic: Arithmetic, devices: Iterable[torch.device] = (), *, is_measured: bool = False
-) -> dict[str, Any]:
+def inductor_settings(arithmetic: Arithmetic, devices: Iterable[torch.device] = ()) -> dict[str, Any]:
     """Return the Inductor settings for a graph of this arithmetic on these devices."""
     settings = NATIVE_SETTINGS if arithmetic == "native" else IEEE_SETTINGS
-    of_devices = {name: value for each in devices for name, value in device_facts(each).settings.items()}
-    return {**settings, **of_devices, **(MEASURING_SETTINGS if is_measured else {})}
+    return settings | {name: value for each in devices for name, value in device_facts(each).settings.items()}
 
 
 def _whole(program: StepProgram, example_inputs: Sequence[Any], inductor_options: dict[str, Any]) -> Attempt:
     """Compile the program's graph as one graph."""
     if inductor_options.get("cudagraphs"):
         _refuse_frozen_numbers(program)
-    auxiliaries = [node for state in program.expansions for node in state.added_inputs]
     static = list(inductor_options.get("static_input_idxs", ()))
     owners = [state for state in program.expansions for _ in state.added_inputs]
     # An auxiliary is as static as the tensor it corrects: CUDA graphs need not copy it.
@@ -270,8 +257,6 @@ def _whole(program: StepProgram, example_inputs: Sequence[Any], inductor_options
         for i, state in enumerate(owners, len(example_inputs))
         if state.info.bound and state.position in static
     ]
-    first_row = len(example_inputs) + len(auxiliaries)
-    static += range(first_row, first_row + len(program.rows))
     added = placeholders(program.gm.graph)[len(example_inputs) :]
     add_to_cache_key(program.gm, revision=REVISION)
     inputs = [*example_inputs, *(node.meta["val"] for node in added)]
@@ -297,16 +282,3 @@ def _refuse_frozen_numbers(program: StepProgram) -> None:
             where=str(numbers[0].name),
             remedy="leave mode out, or keep it on the device: lr=torch.tensor(1e-3, device='cuda')",
         )
-
-
-def without_sums(gm: GraphModule) -> GraphModule:
-    """Return a copy of a measured graph without its sums and counts."""
-    gm = copy_of(gm)
-    for operator in (update_sums, update_sizes):
-        for node in list(gm.graph.find_nodes(op="call_function", target=operator)):
-            (store,) = node.users
-            for each in (store, node, store.args[0]):
-                gm.graph.erase_node(each)
-    gm.graph.eliminate_dead_code()
-    gm.recompile()
-    return gm

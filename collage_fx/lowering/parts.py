@@ -24,8 +24,7 @@ of the parts computes what the graph does. (Inputs that share memory, one of the
 AOTAutograd makes one input of them.) Results get memory of their own. :func:`parts_of` returns None where a
 result is to share that of an input or another result, where there is no such order, and where something in
 the graph is not a function of its operands (random numbers, asserts, higher-order operators): the graph is
-then lowered whole. (``samples_first`` in ``rules.py`` cuts parts further: what it takes out of one reads
-inputs that the rest stores, and has to run before.)
+then lowered whole.
 """
 
 from __future__ import annotations

@@ -15,7 +15,6 @@ from torch.fx import Graph, GraphModule, Node
 
 from collage_fx.codegen import REVISION
 from collage_fx.graph import rest
-from collage_fx.lowering.measured_rules import stores_of_sums, values_of
 from collage_fx.lowering.rules import Columns, First, Length, Reference, Rule
 from collage_fx.torch_compat import SymbolicScope, add_to_cache_key, pytree
 
@@ -23,9 +22,9 @@ aten = torch.ops.aten
 
 
 def graph_of(rule: Rule, scope: SymbolicScope, hint: int, *, by_element: bool = False) -> GraphModule:
-    """Return a rule as a graph; sums and counts may be stored element by element."""
-    taken_apart = stores_of_sums(rule) if by_element else []
-    values = [value for _, line in taken_apart for value in values_of(line)]
+    """Return a rule as a graph; instead of totals, their operands may be stored element by element."""
+    results_of_rule = [value for into, value in rule.stores if into is None]
+    totals = [results_of_rule[i] for i in rule.totals] if by_element else []
     graph = Graph()
     length = _input(graph, "n", scope.length("n", hint)) if rule.flat else None
     first = None
@@ -40,7 +39,7 @@ def graph_of(rule: Rule, scope: SymbolicScope, hint: int, *, by_element: bool = 
         if line.target is None:
             made[i] = _input(graph, f"in{i}", _value_of_input(rule, line.args, scope, f"s{i}", sizes))
     results = [_input(graph, f"out{i}", None) for i, store in enumerate(rule.stores) if store[0] is None]
-    results += [_input(graph, f"value{i}", None) for i, _ in enumerate(values)]
+    results += [_input(graph, f"value{i}", None) for i, _ in enumerate(totals)]
 
     def called(target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Node:
         arguments = pytree.tree_map_only(Reference, lambda r: made[r.line], (args, kwargs))
@@ -49,12 +48,11 @@ def graph_of(rule: Rule, scope: SymbolicScope, hint: int, *, by_element: bool = 
         node.meta["val"] = scope.run(node)
         return node
 
-    taken = [line for _, line in taken_apart]
     for i, line in enumerate(rule.lines):
-        if line.target is not None and line not in taken:
+        if line.target is not None and i not in totals:
             made[i] = called(line.target, line.args, dict(line.kwargs))
     stores = [(into, made.get(value)) for into, value in rule.stores if into is None or value in made]
-    stores += [(None, called(target, args, {})) for target, args in values]
+    stores += [(None, called(aten.clone.default, rule.lines[i].args, {})) for i in totals]
     for destination, value in stores:
         if value is None:  # a total, for which the kernel over a table has an address
             results.pop(0).meta["val"] = scope.tensor((), (), torch.float32, rule.device)

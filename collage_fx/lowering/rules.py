@@ -21,10 +21,8 @@ Dither goes by the places of elements in memory: its kernels are given that of t
 So do blocks of elements that have a scale in common (Note [Blocks]): a flat rule with blocks is compiled for
 tensors ``[n, 32]`` and scales ``[n, 1]``, with n the number of blocks, where others have elements.
 
-Sums over all elements (``update_sums``, Note [Metrics]) leave a rule flat: the order in which they are taken
-is of no account. So do counts over a sample (``update_sizes``), but only of a tensor as a whole: they become
-a part of their own, before the one that overwrites what they are made of. A kernel over a table sums and
-counts block by block (Note [Sums of a launch]).
+Totals, the sum or the mean of all elements, leave a rule flat: the order in which they are added is of no
+account. A kernel over a table adds block by block (Note [Sums of a launch]).
 
 Beside its elements a flat rule on the host may read numbers of rows or columns: Note [Rows and columns] in
 ``broadcasts.py``.
@@ -36,7 +34,7 @@ them. On a GPU they are called for all these tensors at once: Note [Stacks of te
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -53,8 +51,6 @@ from collage_fx.graph import (
     size_argument,
     stored,
     tensor_value,
-    update_sizes,
-    update_sums,
 )
 from collage_fx.lowering.broadcasts import broadcast, common_columns
 from collage_fx.lowering.parts import Part
@@ -148,7 +144,7 @@ class Rule:
     @property
     def divisible(self) -> bool:
         """Whether a kernel may compute separate pieces of the tensors, and add the sums of the pieces."""
-        return self.flat and self.independent and not any(line.target is update_sizes for line in self.lines)
+        return self.flat and self.independent
 
     @property
     def device(self) -> torch.device:
@@ -173,24 +169,11 @@ class Rule:
         return {str(line.target) for line in self.lines if line.target is not None}
 
     @property
-    def is_measured(self) -> bool:
-        """Whether the rule sums or counts."""
-        return any(line.target in (update_sums, update_sizes) for line in self.lines)
-
-    @property
-    def sums(self) -> set[int]:
-        """Input lines that sums over all elements are stored into."""
-        return {into for into, value in self.stores if into is not None and self._is_sum(value)}
-
-    @property
     def totals(self) -> dict[int, Any]:
         """Operators of the totals that a flat rule computes, by the index of the result."""
         results = [value for into, value in self.stores if into is None]
         targets = {i: self.lines[value].target for i, value in enumerate(results)}
         return {i: target for i, target in targets.items() if self.flat and target in TOTALS}
-
-    def _is_sum(self, line: int) -> bool:
-        return self.lines[line].target is update_sums
 
 
 def rule_of(part: Part) -> Rule:
@@ -233,20 +216,11 @@ def is_input(part: Part, node: Node) -> bool:
 
 
 class _Writer:
-    """Walk from the stores of a part back to its inputs.
-
-    ``rows`` are the sums over all elements, or counts over some, and the inputs that they are stored into.
-    """
+    """Walk from the stores of a part back to its inputs."""
 
     def __init__(self, part: Part) -> None:
         self.part = part
         self.nodes = nodes_of(part)
-        self.rows = {
-            node
-            for store in part.stores
-            if stored(store).target in (update_sums, update_sizes)
-            for node in store.all_input_nodes
-        }
         self.has_blocks = any(node.target in BLOCK_OPERATORS for node in self.nodes)
         self.shape = max((v.shape for v in self._elements()), key=torch.Size.numel, default=torch.Size())
         self.on_host = not any(device_facts(value.device).is_launched for value in self._elements())
@@ -273,7 +247,7 @@ class _Writer:
         return is_input(self.part, node)
 
     def _elements(self) -> list[Tensor]:
-        values = [tensor_value(node) for node in self.nodes if node not in self.rows]
+        values = map(tensor_value, self.nodes)
         return [value for value in values if value is not None and value.dim() > 0]
 
     def _is_flat(self) -> bool:
@@ -284,9 +258,7 @@ class _Writer:
         longest = LONGEST_PIECE if is_launched else LONGEST
         if not self.shape or not self.shape.numel() or self.columns is None:
             return False
-        if self.rows and self.shape.numel() >= longest:
-            return False
-        inputs = [node for node in self.nodes if self._is_input(node) and node not in self.rows]
+        inputs = [node for node in self.nodes if self._is_input(node)]
         memory = [tensor_value(node) for node in (*self.part.results, *inputs)]
         placed = [v for v in memory if v is not None and v.dim() > 0 and not self._is_of_blocks(v)]
         layouts = {order_in_memory(value) for value in placed if value.shape == self.shape}
@@ -308,8 +280,7 @@ class _Writer:
         smaller = [
             node
             for node in self.nodes
-            if node not in self.rows
-            and (value := tensor_value(node)) is not None
+            if (value := tensor_value(node)) is not None
             and value.dim() > 0
             and value.shape != self.shape
             and not self._is_of_blocks(value)
@@ -347,7 +318,7 @@ class _Writer:
         return self.has_blocks and value.shape == (rows, self.shape.numel() // (rows * BLOCK))
 
     def _is_elementwise(self, node: Node) -> bool:
-        return node in self.rows or node.target in BLOCK_OPERATORS or is_elementwise(node)
+        return node.target in BLOCK_OPERATORS or is_elementwise(node)
 
     def _line(self, node: Node, numbers: dict[Node, int]) -> Line:
         if self._is_input(node):
@@ -372,7 +343,7 @@ class _Writer:
         value = tensor_value(node)
         if value is None:
             return (type(node.meta["val"]),)
-        if self.flat and value.dim() > 0 and node not in self.rows:
+        if self.flat and value.dim() > 0:
             return value.dtype, value.device, *self._flat_layout(value)
         return value.dtype, value.device, tuple(value.shape), tuple(value.stride())
 
@@ -390,21 +361,6 @@ class _Writer:
 def _total_of(node: Node) -> OpOverload:
     """Return the operator of a total without dimensions."""
     return aten.mean.default if node.target in (aten.mean.default, aten.mean.dim) else aten.sum.default
-
-
-def samples_first(part: Part) -> list[Part]:
-    """Cut a flat part into its samples and the rest, which runs after them; leave other parts whole.
-
-    So is one that is launched once for all tensors.
-    """
-    samples = tuple(store for store in part.stores if stored(store).target is update_sizes)
-    rest_of_part = replace(part, stores=tuple(store for store in part.stores if store not in samples))
-    if not samples or not (rest_of_part.stores or part.results):
-        return [part]
-    rule = rule_of(part)
-    if not rule.flat or rule.is_tabled:
-        return [part]
-    return [replace(part, stores=samples, results=()), rest_of_part]
 
 
 def order_in_memory(value: Tensor) -> tuple[tuple[int, int], ...]:

@@ -24,7 +24,7 @@ from collage_fx.lowering.attempts import inductors_faults
 from collage_fx.lowering.islands import cut
 from collage_fx.lowering.kernels import kernel_of
 from collage_fx.lowering.parts import Part, parts_of
-from collage_fx.lowering.rules import Rule, rule_of, samples_first
+from collage_fx.lowering.rules import Rule, rule_of
 from collage_fx.runtime import HOST, NO_MEMBER, Call, Kernel, Plan, ValueIndex, bytes_of, in_rounds, limit_on
 from collage_fx.torch_compat import InductorFault, inductor_config, pytree
 
@@ -88,7 +88,7 @@ def rules_of(gm: GraphModule, *, always: bool = False) -> list[tuple[Part, Rule]
     parts = parts_of(gm.graph)
     if isinstance(parts, Reason):
         return parts
-    rules = [(part, rule_of(part)) for each in parts for some in cut(each) for part in samples_first(some)]
+    rules = [(part, rule_of(part)) for each in parts for part in cut(each)]
     is_worth_it = any(rule.flat for _, rule in rules) or len({rule.key for _, rule in rules}) < len(rules)
     if not (always or is_worth_it):
         return Reason("no two of its parts are equal, and none serves every length")

@@ -1,4 +1,4 @@
-"""Measurements of a step: sums that its kernels compute, and quantities derived from the sums."""
+"""Measurements of the updates of a step, and quantities derived from them."""
 
-from collage_fx.metrics.meter import MeasuredInput, Meter, MeteredStep, Rows
+from collage_fx.metrics.meter import Meter, MeteredStep
 from collage_fx.metrics.quality import Metrics, UpdateQuality

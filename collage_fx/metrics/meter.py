@@ -1,4 +1,4 @@
-"""Rows of sums that measured steps fill, and copies of them: Note [Metrics] in ``numerics/update_sums.py``.
+"""Steps that are measured, and the rows of their tensors: Note [Metrics] in ``rows.py``.
 
 A step is a call of an optimizer's ``step``, which may run several compiled graphs. A new step begins when a
 graph updates a tensor that has been updated since the current step began.
@@ -6,8 +6,8 @@ graph updates a tensor that has been updated since the current step began.
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -17,16 +17,13 @@ from torch.optim import Optimizer
 from torch.utils.weak import TensorWeakRef, WeakTensorKeyDictionary
 
 from collage_fx.errors import InvalidOptionError
-from collage_fx.graph import InputInfo, Role, StateTensor
+from collage_fx.graph import InputInfo, Role, StateTensor, StepProgram
 from collage_fx.metrics.quality import MeasuredTensor, Metrics, UpdateQuality
-from collage_fx.numerics import SIZES, SUMS
+from collage_fx.metrics.rows import ROW, SUMS, Sampled, rows_of
+from collage_fx.metrics.samples import observers
 from collage_fx.runtime import Present, is_captured
 from collage_fx.state import parameter_names, state_tensors
-from collage_fx.torch_compat import Sharding, boxed_call, real_tensors, sharding_of
-
-#: Float64 numbers of a row in memory, and index of its sizes: sums and sizes each begin at a multiple of 128
-#: bytes, an alignment that GPU kernels may assume.
-WIDTH, SIZES_AT = 64, 16
+from collage_fx.torch_compat import Sharding, boxed_call, sharding_of
 
 #: Compiled step, called with the list of its arguments.
 Step = Callable[..., Any]
@@ -60,24 +57,22 @@ class _Clock:
 
 
 class _Copy:
-    """Copy of rows in the host's memory, written by devices asynchronously.
+    """Copy of the rows of a step in the host's memory, written by devices asynchronously.
 
     Args:
-        buffers: by device, a buffer with a row for every measured tensor of all devices.
-        devices: device of each row.
+        rows: rows, and the places among all rows that they belong to.
     """
 
-    def __init__(self, buffers: Mapping[torch.device, Tensor], devices: Sequence[torch.device]) -> None:
-        self._devices = devices
+    def __init__(self, rows: Sequence[tuple[Tensor, Sequence[int]]]) -> None:
         self._written: list[torch.cuda.Event] = []
-        self._copies = {device: self._copied(buffer) for device, buffer in buffers.items()}
+        self._copies = [(self._copied(each), indices) for each, indices in rows]
 
-    def _copied(self, buffer: Tensor) -> Tensor:
-        if not buffer.is_cuda:
-            return buffer.to("cpu", copy=True)
-        with torch.cuda.device(buffer.device):
-            copy = torch.empty_like(buffer, device="cpu", pin_memory=True)
-            copy.copy_(buffer, non_blocking=True)
+    def _copied(self, rows: Tensor) -> Tensor:
+        if not rows.is_cuda:
+            return rows.cpu()
+        with torch.cuda.device(rows.device):
+            copy = torch.empty_like(rows, device="cpu", pin_memory=True)
+            copy.copy_(rows, non_blocking=True)
             self._written.append(torch.cuda.Event())
             self._written[-1].record()
         return copy
@@ -90,28 +85,27 @@ class _Copy:
         """Wait for the devices and return the rows, in memory that is not pinned."""
         for event in self._written:
             event.synchronize()
-        if len(self._copies) == 1:
-            (copy,) = self._copies.values()
-            return copy.clone() if self._written else copy
-        return torch.stack([self._copies[device][i] for i, device in enumerate(self._devices)])
+        found = torch.empty(sum(len(indices) for _, indices in self._copies), len(ROW), dtype=torch.float64)
+        for copy, indices in self._copies:
+            found[[*indices]] = copy
+        return found
 
 
 @dataclass
 class _Snapshot:
-    """Copy of the rows that a measured call has filled, and the tensors that they belong to."""
+    """Rows of a measured call, and the tensors that they belong to."""
 
     subject: str
     step: int
     tensors: Sequence[tuple[_Identity, MeasuredInput]]
     copy: _Copy | None
-    there: Sequence[int]
     rows: Tensor = field(init=False)
     is_summed: bool = False  # over the processes that hold shards of a tensor
 
     def settle(self) -> None:
         """Wait for the device copy and keep the rows on the host."""
         if self.copy is not None:
-            self.rows, self.copy = self.copy.rows()[self.there], None
+            self.rows, self.copy = self.copy.rows(), None
 
     def sum_shards(self) -> None:
         """Add up the rows of shards to rows of whole tensors; all processes of a mesh call it."""
@@ -119,8 +113,6 @@ class _Snapshot:
             return
         self.is_summed = True
         elements = torch.tensor([[measured.elements] for _, measured in self.tensors], dtype=self.rows.dtype)
-        sizes = self.rows[:, SIZES_AT:][:, : len(SIZES)]
-        sizes *= elements / sizes.sum(1, keepdim=True).clamp(min=1)  # scaled from the sample to all elements
         self.rows = torch.cat([self.rows, elements], 1)
         by_sharding: dict[Sharding, list[int]] = {}
         for i, (_, measured) in enumerate(self.tensors):
@@ -216,7 +208,7 @@ class Meter:
 
 def _quality(row: Sequence[float]) -> UpdateQuality:
     """Return the quality of an update from its row, whose last entry is the number of elements."""
-    sizes = tuple(row[SIZES_AT:][: len(SIZES)])
+    sizes = tuple(row[len(SUMS) : -1])
     return UpdateQuality(int(row[-1]), **dict(zip(SUMS, row, strict=False)), sizes=sizes)
 
 
@@ -237,13 +229,14 @@ class MeasuredInput:
         index: index among the step's arguments.
         info: name and role.
         elements: number of elements.
-        device: device of the tensor.
+        dtype, device: dtype and device of the tensor.
         sharding: placement of the DTensor, if the input is a shard; else None.
     """
 
     index: int
     info: InputInfo
     elements: int
+    dtype: torch.dtype
     device: torch.device
     sharding: Sharding | None
 
@@ -251,32 +244,7 @@ class MeasuredInput:
     def of(cls, state: StateTensor, index: int, info: InputInfo) -> MeasuredInput:
         """Return the measured input of a state tensor."""
         sharding = None if info.tensor is None else sharding_of(info.tensor)
-        return cls(index, info, int(state.value.numel()), state.value.device, sharding)
-
-
-class Rows:
-    """Memory for the sums of a compiled step, at the same addresses in every call."""
-
-    def __init__(self, measured: Sequence[MeasuredInput]) -> None:
-        self._devices = [each.device for each in measured]
-        with real_tensors():
-            self._buffers = {
-                device: torch.zeros(len(measured), WIDTH, dtype=torch.float64, device=device)
-                for device in {each.device for each in measured}
-            }
-            self._rows = [self._buffers[each.device][i] for i, each in enumerate(measured)]
-            self.inputs = [
-                part for row in self._rows for part in (row[: len(SUMS)], row[SIZES_AT:][: len(SIZES)])
-            ]
-
-    @property
-    def is_captured(self) -> bool:
-        """Whether launches on the rows' devices are being captured into a CUDA graph."""
-        return any(map(is_captured, self._buffers))
-
-    def copy(self) -> _Copy:
-        """Copy the sums to the host, one row per tensor."""
-        return _Copy(self._buffers, self._devices)
+        return cls(index, info, int(state.value.numel()), state.value.dtype, state.value.device, sharding)
 
 
 @boxed_call
@@ -286,35 +254,34 @@ class MeteredStep:
     Args:
         meter: the measurements.
         subject: name of the optimizer or function whose step it is.
-        inputs: the measured inputs.
-        rows: rows that the measured step fills, in the order of ``inputs``.
-        measured: the step with sums.
-        plain: the step without sums; None if every call is measured.
+        program: the step after the pipeline.
+        reference: the step in float32.
+        step: the compiled step.
     """
 
     def __init__(
-        self,
-        meter: Meter,
-        subject: str,
-        inputs: Sequence[MeasuredInput],
-        rows: Rows,
-        measured: Step,
-        plain: Step | None,
+        self, meter: Meter, subject: str, program: StepProgram, reference: StepProgram, step: Step
     ) -> None:
         self.meter = meter
         self.subject = subject
         self.clock = meter.clock(subject)
-        self.measured = measured
-        self.plain = plain
-        self.rows = rows
+        self.step = step
+        self.observers = observers(program, reference)
+        inputs = [
+            MeasuredInput.of(state, index, program.infos[index])
+            for observer in self.observers
+            for each in observer.instances
+            for state, index in zip(observer.states, each.measured, strict=True)
+        ]
         # Without tensors: snapshots must not keep them alive.
         self.inputs = [replace(each, info=replace(each.info, tensor=None)) for each in inputs]
+        self.devices = {each.device for each in inputs}
         bound = [each.info.tensor for each in inputs if each.info.bound and each.info.tensor is not None]
         self.keys = tuple(map(id, bound))
         self.identities = self._identities(bound) if len(bound) == len(inputs) else None
 
     def __call__(self, arguments: list[Any], present: Present | None = None) -> Any:
-        if self.rows.is_captured:
+        if any(map(is_captured, self.devices)):
             raise InvalidOptionError(
                 "metrics=True while a CUDA graph is captured: its replays would not be measured",
                 where=self.subject,
@@ -324,15 +291,20 @@ class MeteredStep:
         if identities is None:
             tensors = [arguments[each.index] for each in self.inputs]
             keys, identities = tuple(map(id, tensors)), self._identities(tensors)
-        some = () if present is None else (present,)
-        step = self.clock.tick(keys)
-        if self.plain is not None and step % self.meter.every:
-            return self.plain(arguments, *some)
-        result = self.measured(arguments, *some)
+        passed = () if present is None else (present,)
+        number = self.clock.tick(keys)
+        if number % self.meter.every:
+            return self.step(arguments, *passed)
         absent = frozenset() if present is None else present.absent
-        there = [i for i, each in enumerate(self.inputs) if each.index not in absent]
-        measured = [identities[i] for i in there]
-        self.meter.keep(_Snapshot(self.subject, step, measured, self.rows.copy(), there))
+        watching = [(each, some) for each in self.observers if (some := each.present(absent))]
+        given = [*arguments]
+        with torch.no_grad():
+            before = [sample for each, some in watching for sample in each.before(some, given)]
+            result = self.step(arguments, *passed)
+            after = [sample for each, some in watching for sample in each.after(some, given)]
+        samples = [Sampled(*old, *new) for old, new in zip(before, after, strict=True)]
+        measured = [each for each in identities if each[1].index not in absent]
+        self.meter.keep(_Snapshot(self.subject, number, measured, _Copy([*_rows_of(samples, measured)])))
         return result
 
     def _identities(self, tensors: Sequence[Tensor]) -> list[tuple[_Identity, MeasuredInput]]:
@@ -340,3 +312,17 @@ class MeteredStep:
             (self.meter.identity(tensor, each.info), each)
             for tensor, each in zip(tensors, self.inputs, strict=True)
         ]
+
+
+def _rows_of(
+    samples: Sequence[Sampled], measured: Sequence[tuple[_Identity, MeasuredInput]]
+) -> Iterator[tuple[Tensor, Sequence[int]]]:
+    """Yield the rows of samples of one device and dtype, and their places among the samples."""
+    alike = defaultdict[tuple[torch.device, torch.dtype], list[int]](list)
+    for i, (_, each) in enumerate(measured):
+        alike[each.device, each.dtype].append(i)
+    for (_, dtype), indices in alike.items():
+        yield (
+            rows_of([samples[i] for i in indices], [measured[i][1].elements for i in indices], dtype),
+            indices,
+        )

@@ -10,7 +10,7 @@ al., Collage, ICML 2024 (arXiv:2405.03637), section 4::
 
 The ratio is 1 if every update takes effect and 0 if none does. For a single low-precision tensor it may
 exceed 1, because updates that are rounded up count more. Several tensors are treated as if concatenated. Note
-[Metrics] in ``numerics/update_sums.py`` says how the sums are computed, and how precise they are.
+[Metrics] in ``rows.py`` says how the sums are computed, and how precise they are.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import ClassVar, TypeVar
 
 from collage_fx.errors import InvalidOptionError
-from collage_fx.numerics import OCTAVES, ROW, SIZES
+from collage_fx.metrics.rows import OCTAVES, ROW, SIZES
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,9 @@ class UpdateQuality:
         held: number of elements whose lo is not zero after the step.
         sizes: histogram of |D| in units of half an ulp of hi: first the number of elements with D = 0, then
             one number per octave between :attr:`size_edges`; the first and last octave include everything
-            beyond. Estimated from at most 1024 elements of each tensor, so exact for smaller tensors.
+            beyond.
+
+    Sums and counts are estimated from at most 1024 elements of each tensor: exact for smaller tensors.
     """
 
     #: Bounds of the octaves.

@@ -71,7 +71,6 @@ from collage_fx.numerics.formats import (
     storage_format,
 )
 from collage_fx.numerics.operators import define_operator
-from collage_fx.numerics.update_sums import OCTAVES, ROW, SIZES, SUMS
 
 __all__ = [
     "BLOCK",
@@ -87,14 +86,10 @@ __all__ = [
     "DITHERED_UPPER",
     "ERROR_FORMATS",
     "LOWER_HALF",
-    "OCTAVES",
     "PACKED_FORMATS",
     "PHASE",
     "PHASES",
-    "ROW",
-    "SIZES",
     "STORAGE_FORMATS",
-    "SUMS",
     "ULP_PARTS",
     "UPPER_HALF",
     "WITH_BYTE",

@@ -157,8 +157,6 @@ class StepInParts:
                 self.on_devices.append(called)
             for launches in self._launches.values():
                 self.on_devices += launches.add_totals()
-        for launches in self._launches.values():
-            self.on_devices += launches.add_sums()
         #: Index of each stack of numbers of the host, and a function that returns the stack.
         self._numbers: list[tuple[int, Callable[[], Tensor]]] = []
         for stack in of_host:

@@ -32,21 +32,17 @@ class Column(NamedTuple):
 
 
 class Summed(NamedTuple):
-    """Sum, or counters, of which each program of a launch leaves a part: Note [Sums of a launch].
+    """Total of which each program of a launch leaves a part: Note [Sums of a launch].
 
     Attributes:
-        argument: the kernel's argument that is the destination row.
-        place: index of the destination in this row.
-        part: index among the partial sums of a program, or among the counters of a tensor.
-        counters: number of counters; 0 for a sum.
-        total: ``TOTAL`` or ``MEAN`` for a float32 number that the step reads; 0 for a float64 sum.
+        argument: the kernel's argument that is the destination, a float32 number.
+        part: index among the partial sums of a program.
+        kind: ``TOTAL`` or ``MEAN``.
     """
 
     argument: int
-    place: int
     part: int
-    counters: int = 0
-    total: int = 0
+    kind: int
 
 
 class Stackable(NamedTuple):

@@ -153,10 +153,8 @@ class Launches(Table):
         #: Words of all rows.
         self.words: list[Word] = []
         self._words_of_sums = 0
-        #: Rows of the last launch, which adds: destination, first partial sum or counter, the number of
-        #: partial sums or, negative, of counters, and the divisor of a total.
-        self._added: list[Word] = []
-        #: Rows of the launch that adds the totals of a wave, which the next wave reads.
+        #: Rows of the launch that adds the totals of a wave, which the next wave reads: destination, first
+        #: partial sum, number of partial sums, and divisor.
         self._totals: list[Word] = []
         self._adding: TableKernel | None = None
         #: Table, allocated at the first step.
@@ -196,13 +194,6 @@ class Launches(Table):
     def add_totals(self) -> list[Launch]:
         """Add the launch that adds up the totals of the last wave, if there are any."""
         words, self._totals = self._totals, []
-        return self._adding_up(words)
-
-    def add_sums(self) -> list[Launch]:
-        """Add the launch that adds up the partial sums of the launches so far, if there are any."""
-        return self._adding_up(self._added)
-
-    def _adding_up(self, words: Sequence[Word]) -> list[Launch]:
         if not words:
             return []
         assert self._adding is not None
@@ -212,37 +203,29 @@ class Launches(Table):
         return self.launches[-1:]
 
     def _sums_of(self, piece: Piece) -> list[Word]:
-        """Return the words of a row for its partial sums, one per program, and for its counters."""
+        """Return the word of a row for its partial sums, of each total and program."""
         kernel = piece.call.kernel
         if not kernel.sums:
             return []
         assert isinstance(kernel.function, TableKernel)
         blocks = -(-piece.length // kernel.function.size)
-        parts = blocks * (1 + max((each.part for each in kernel.sums if not each.counters), default=-1))
-        counters = max((each.part + each.counters for each in kernel.sums if each.counters), default=0)
-        first_part, first_counter = self._words_of_sums, self._words_of_sums + parts
-        self._words_of_sums += parts + counters
+        first = self._words_of_sums
+        self._words_of_sums += blocks * len(kernel.sums)
         for each in kernel.sums:
-            at, count = first_part + each.part * blocks, blocks
-            if each.counters:
-                at, count = first_counter + each.part, -each.counters
-            value, words = piece.call.values[each.argument], self._totals if each.total else self._added
-            elements = piece.call.length * kernel.width if each.total == MEAN else 1
-            words += [
-                Word(offset=WORD * self.cells[value], base=CELLS)
-                if value in self.cells
-                else Word(self.place_of(value), offset=WORD * each.place),
-                Word(offset=WORD * at, base=SUMS),
-                Word(offset=count),
-                Word(offset=elements if each.total else 0),
+            value = piece.call.values[each.argument]
+            is_cell = value in self.cells
+            self._totals += [
+                Word(offset=WORD * self.cells[value], base=CELLS) if is_cell else Word(self.place_of(value)),
+                Word(offset=WORD * (first + each.part * blocks), base=SUMS),
+                Word(offset=blocks),
+                Word(offset=piece.call.length * kernel.width if each.kind == MEAN else 1),
             ]
-        return [Word(offset=WORD * start, base=SUMS) for start in (first_part, first_counter)]
+        return [Word(offset=WORD * first, base=SUMS)]
 
     def _allocate(self) -> None:
         """Allocate the memory for all words and for sums."""
         words = [*self.words, *self.numbers]
         self.table = torch.zeros(len(words) + len(self.cells), dtype=torch.int64, device=self.device)
-        #: Memory for sums and counters; the last launch of each step resets the counters to zero.
         self._sums = torch.zeros(self._words_of_sums, dtype=torch.float64, device=self.device)
         numbers, cells = (self.table[n:].data_ptr() for n in (len(self.words), len(words)))
         origins = arrays(words, {NUMBERS: numbers, CELLS: cells, SUMS: self._sums.data_ptr()})

@@ -39,7 +39,7 @@ Picking = Callable[[Sequence[Any]], tuple[Any, ...]]
 
 @boxed_call
 class CompensatedStep:
-    """Compiled graph that is called with error terms and rows of sums after its arguments.
+    """Compiled graph that is called with error terms after its arguments.
 
     Note [Error terms of the last call]: looking up the record of each tensor takes a microsecond where its
     objects have been evicted from the processor's caches. So the buffers are remembered as long as no record
@@ -49,7 +49,6 @@ class CompensatedStep:
         compiled: the graph, in AOTAutograd's calling convention.
         bindings: lookups of the error terms.
         expected: expected layouts of the arguments, and of the error terms.
-        rows: rows of sums, the last arguments, the same in every call.
     """
 
     def __init__(
@@ -57,12 +56,10 @@ class CompensatedStep:
         compiled: Any,
         bindings: Sequence[Binding],
         expected: tuple[Sequence[Expected], Sequence[Expected]] = ((), ()),
-        rows: Sequence[Tensor] = (),
     ) -> None:
         self.compiled = compiled
         self.bindings = bindings
         self.given, self.added = map(Layouts, expected)
-        self.rows = rows
         self._buffers: Sequence[weakref.ref[Tensor]] = ()
         self._state: object = None
 
@@ -73,7 +70,6 @@ class CompensatedStep:
             arguments += [buffer() for buffer in self._buffers]
         else:
             self._add_error_terms(arguments, state)
-        arguments += self.rows
         return self.compiled(arguments) if present is None else self.compiled(arguments, present.members)
 
     def _add_error_terms(self, arguments: list[Any], state: object) -> None:

@@ -86,7 +86,7 @@ class CaptureOnly(CollageBackend):
         inductor_options: dict[str, Any],
     ) -> Lowered | Reason:
         added = [node for state in program.expansions for node in state.added_inputs]
-        small = _results_alone(program.gm, [*added, *(node for s in program.measured for node in s.row)])
+        small = _results_alone(program.gm, added)
         not_compiled = why_not_compiled(program.gm.graph, is_recorded=program.is_recorded)
         rules = not_compiled or rules_of(program.gm, always=not program.repetition.is_whole)
         if isinstance(rules, Reason) and not program.repetition.is_whole:

@@ -92,8 +92,6 @@ try:
         register_placed_lowering,
         register_pointwise_lowering,
         register_realizing_lowering,
-        register_sampling_lowering,
-        register_summing_lowering,
     )
     from collage_fx.torch_compat.optim_frames import (
         ORIGINAL,
@@ -181,7 +179,7 @@ try:
         without_torch_function,
         wrapper_subclass,
     )
-    from collage_fx.torch_compat.triton_sums import Sampling, SummedValues, TableSums
+    from collage_fx.torch_compat.triton_sums import TableSums
     from collage_fx.torch_compat.triton_tables import (
         ALIGNED_BYTES,
         TableKernel,

@@ -35,7 +35,7 @@ from typing import Any, ClassVar
 import torch
 from torch._inductor.async_compile import AsyncCompile
 
-from collage_fx.torch_compat.triton_sums import ADDING, TILE, TILES, TOGETHER, TableSums
+from collage_fx.torch_compat.triton_sums import ADDING, FUNCTIONS, TILE, TILES, TableSums
 
 RELIED_ON = (
     "torch._inductor.async_compile:AsyncCompile.triton(self, kernel_name, source_code, device_str)",
@@ -147,7 +147,7 @@ def table_kernel(
         arguments: number of arguments of ``call``.
         length: index of the argument that is the length; None if all arguments are numbers.
         elements: indices of the arguments that are tensors with elements.
-        sums: sums that replace stores. The addresses of partial sums and counters are in two more columns.
+        sums: sums that replace stores. The address of their partial sums is in one more column.
     """
     try:
         module = ast.parse(code)
@@ -359,19 +359,15 @@ def _framed(
     rewriting = functools.partial(_Rewriting, sums, masked=length is not None)
     bodies = "\n\n".join(_body(each, kernels[each], rewriting(summed=summed[each])) for each in kernels)
     if sums is not None:
-        if any(bodies.count(f"= _add_terms_{i}(") != 1 for i in range(len(sums.tensors))):
+        if any(bodies.count(f"{name} = _add_terms(") != 1 for name in sums.names):
             raise _Unlike("several of Inductor's Triton kernels store the values of one sum")
-        bodies = f"{sums.definitions}\n\n{bodies}"
-        loads += [
-            *sums.zeros(f"XBLOCK * {sums.width} // {TOGETHER}"),
-            f"sampled = _has_sampled(left * {sums.width}, block * {TILES * TILE}, {TILES * TILE})",
-            f"partials = tl.load(row + {len(held)}).to(tl.pointer_type(tl.float64)) + block",
-            f"counters = tl.load(row + {len(held) + 1}).to(tl.pointer_type(tl.float64))",
-        ]
+        bodies = f"{FUNCTIONS}\n\n{bodies}"
+        partials = f"partials = tl.load(row + {len(held)}).to(tl.pointer_type(tl.float64)) + block"
+        loads += [*sums.zeros("XBLOCK"), partials]
     stores = [] if sums is None else sums.stores(f"tl.cdiv(left, XBLOCK * {TILES})")
-    kind = "numbers" if length is None else "update" if sums is None else "measured_update"
+    kind = "numbers" if length is None else "update" if sums is None else "summing_update"
     name = f"collage_{kind}_{hashlib.sha256((bodies + str(calls)).encode()).hexdigest()[:8]}"
-    words = len(held) + (0 if sums is None else 2)
+    words = len(held) + (sums is not None)
     threads = _warp(first) if length is None else THREADS
     frame = f"""
 @decorator
@@ -411,7 +407,7 @@ def _called(name: str, given: Sequence[str], length: int | None, sums: TableSums
     of_thread = ", ".join(sums.names)
     full, masked = (
         f"    for tile in range({TILES}):\n        {of_thread} = "
-        f"_{name}({arguments}, {of_thread}, counters, sampled, block * {TILES} + tile, XBLOCK, {is_full})"
+        f"_{name}({arguments}, {of_thread}, block * {TILES} + tile, XBLOCK, {is_full})"
         for is_full in (True, False)
     )
     return f"if left >= (block + 1) * (XBLOCK * {TILES}):\n{full}\nelse:\n{masked}"
@@ -441,9 +437,8 @@ def _body(name: str, kernel: _Kernel, rewriting: _Rewriting) -> str:
     if not rewriting.has_block or (rewriting.masked and not rewriting.has_mask):
         raise _Unlike("Inductor's kernel has an unknown frame")
     names = [] if rewriting.sums is None else rewriting.sums.names
-    of_sums = [*names, "counters", "sampled"] if names else []
     statements += [f"return {', '.join(names)}"] if names else []
-    parameters = ", ".join([*kernel.signature, *of_sums])
+    parameters = ", ".join([*kernel.signature, *names])
     return f"""{_LARGEST if rewriting.has_largest else ""}@triton.jit
 def _{name}({parameters}, block, XBLOCK: tl.constexpr, IS_FULL: tl.constexpr):
 {_indented(chr(10).join(statements))}
@@ -527,14 +522,13 @@ class _Rewriting(ast.NodeTransformer):
 
     Args:
         sums: the sums of the kernel, if any.
-        summed: mapping from parameters whose stores become sums or counts to the numbers of their arguments.
+        summed: mapping from parameters whose stores become sums to the numbers of their arguments.
         masked: whether the kernel has tensors.
     """
 
     def __init__(self, sums: TableSums | None, summed: Mapping[str, int], *, masked: bool) -> None:
         self.sums = sums
         self.summed = summed
-        self.stored: dict[int, tuple[str, str, str]] = {}
         self.masked = masked
         self.rounded_roots: set[str] = set()
         self.has_block = self.has_mask = self.has_largest = False
@@ -552,11 +546,9 @@ class _Rewriting(ast.NodeTransformer):
         call = node.value
         if isinstance(call, ast.Call) and ast.unparse(call.func) == "tl.store":
             address, value, mask = map(ast.unparse, call.args)
-            pointer, _, place = address.partition(" + ")
+            pointer = address.partition(" + ")[0]
             if self.sums is not None and pointer in self.summed:
-                argument = self.summed[pointer]
-                self.stored[argument] = place, value, mask
-                return ast.parse(self.sums.statement(self.stored, argument)).body[0]
+                return ast.parse(self.sums.statement(self.summed[pointer], value, mask)).body[0]
         return self.generic_visit(node)
 
     def visit_Assign(self, node: ast.Assign) -> Any:

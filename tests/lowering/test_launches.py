@@ -120,37 +120,20 @@ def test_counters_on_the_host(steps: LaunchedSteps) -> None:
 @pytest.mark.parametrize(
     ("options", "launches"),
     [
-        ({"strategy": "light"}, 3),
-        ({"strategy": "full"}, 3),
-        ({"strategy": "full", "arithmetic": "native"}, 3),
-        ({"strategy": "light", "state": "block8"}, 4),
+        ({"strategy": "light"}, 2),
+        ({"strategy": "full", "arithmetic": "native"}, 2),
+        ({"strategy": "light", "state": "block8"}, 3),
     ],
     ids=lambda value: str(value),
 )
-def test_a_measured_step_is_one_launch_more(
+def test_a_measured_step_is_launched_as_another(
     steps: LaunchedSteps, options: dict[str, Any], launches: int
 ) -> None:
-    """Counts are the twin's; sums differ by the order in which float64 numbers are added."""
     shapes = [(33, 17), (7,), (1,), (64, 128), (2049,)]
     outcome = steps.run("AdamW", shapes=shapes, options={**options, "metrics": True}, steps=2, lr=1e-3)
     assert outcome.different == {}
     assert (outcome.launches, outcome.calls) == (launches, 0), outcome.reasons
-    assert max(outcome.measured.values(), default=0.0) < 1e-14, outcome.measured
-
-
-def test_few_blocks_of_a_large_tensor_have_something_of_the_sample(steps: LaunchedSteps) -> None:
-    options = {"strategy": "light", "metrics": True}
-    outcome = steps.run("SGD", shapes=[(70001,)], options=options, steps=2, lr=0.1, momentum=0.9)
-    assert outcome.different == {}
-    assert max(outcome.measured.values(), default=0.0) < 1e-14, outcome.measured
-
-
-def test_a_measured_rule_without_a_table_is_called_for_each_tensor(steps: LaunchedSteps) -> None:
-    """ASGD's stores a number that is its tensor's own."""
-    outcome = steps.run("ASGD", shapes=[(9,)], options={"metrics": True}, steps=2)
-    assert outcome.different == {}
-    assert outcome.calls > 0
-    assert max(outcome.measured.values(), default=0.0) < 1e-14, outcome.measured
+    assert outcome.measured == {}
 
 
 def test_reductions_are_called_for_each_tensor(steps: LaunchedSteps) -> None:

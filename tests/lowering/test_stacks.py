@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from collage_fx.graph import round_to_storage
+from collage_fx.graph.operators import round_to_storage
 from collage_fx.lowering.rule_graphs import graph_of
 from collage_fx.lowering.stacks import in_stacks, stacked_graph
 from collage_fx.runtime import HOST, WORD, Call, Kernel, Plan, Stackable, StepInParts

@@ -18,11 +18,11 @@ from collage_fx.codegen.address_tables import (
     CELL,
     FIRST_OF_PIECE,
     LENGTH,
+    MEAN,
     MOST_ARGUMENTS,
-    SUMS_OF_PIECE,
+    TOTAL,
     Gather,
 )
-from collage_fx.numerics.update_sums import SUMS
 from collage_fx.runtime import Call, Column, Kernel
 from collage_fx.runtime.batches import CLUMP, WHOLE_CALLS, Batch, job_size, jobs_of
 from collage_fx.runtime.tables import pieces_of
@@ -38,11 +38,11 @@ extern "C" void twice(const double* x, double* result) { *result = 2 * *x; }
 extern "C" void indices(int32_t* x, const int32_t* first, int64_t n) {
   for (int64_t i = 0; i < n; ++i) x[i] += *first + i;
 }
-extern "C" void sums(const int32_t* x, double* sums, int64_t n) {
-  for (int k = 0; k < SUMS; ++k) sums[k] = k;
-  for (int64_t i = 0; i < n; ++i) sums[i % SUMS] += x[i];
+extern "C" void total(const int32_t* x, double* sum, int64_t n) {
+  *sum = 1;
+  for (int64_t i = 0; i < n; ++i) *sum += x[i];
 }
-""".replace("SUMS", str(len(SUMS)))
+"""
 MANY_ARGUMENTS = ", ".join(f"int64_t* x{i}" for i in range(MOST_ARGUMENTS))
 FUNCTIONS += f'extern "C" void last({MANY_ARGUMENTS}) {{ *x{MOST_ARGUMENTS - 1} = *x0; }}'
 
@@ -140,27 +140,24 @@ def test_a_piece_is_given_the_index_of_its_first_element() -> None:
 
 
 @pytest.mark.usefixtures("two_threads")
+@pytest.mark.parametrize("kind", [TOTAL, MEAN])
 @pytest.mark.parametrize("divisible", [True, False])
-def test_sums_are_those_of_the_pieces(divisible: bool) -> None:
+def test_totals_are_those_of_the_pieces(divisible: bool, kind: int) -> None:
     lengths = [300_000, 3, 70_000, *[5] * WHOLE_CALLS]
-    inputs = [torch.arange(n, dtype=torch.int32) for n in lengths]
-    totals = torch.full((len(lengths), 16), torch.nan, dtype=torch.float64)
+    inputs = [torch.arange(n, dtype=torch.int32) % 7 for n in lengths]
+    totals = torch.full((len(lengths), 2), torch.nan)
     table = array("q", [t.data_ptr() for pair in zip(inputs, totals, strict=True) for t in pair])
-    kinds = [4, SUMS_OF_PIECE, LENGTH]
     calls = [[2 * i, 2 * i + 1, 0] for i in range(len(lengths))]
-    calling = batch("sums", calls, lengths, kinds, divisible=divisible)
+    calling = batch("total", calls, lengths, [4, kind, LENGTH], divisible=divisible)
     assert calling.jobs > 1
     assert (len(calling.pieces) > len(lengths)) == divisible
-    for _ in range(2):  # the second step's sums are not added to the first's
+    for _ in range(2):  # the second step's totals are not added to the first's
         calling(table, torch.empty(0))
     for call, (x, total) in enumerate(zip(inputs, totals, strict=True)):
-        wanted = torch.zeros(len(SUMS), dtype=torch.float64)
-        for piece in (piece for piece in calling.pieces if piece.call.values[0] == 2 * call):
-            values = x[piece.offset :][: piece.length].double()
-            padded = torch.nn.functional.pad(values, (0, -len(values) % len(SUMS)))
-            wanted += padded.view(-1, len(SUMS)).sum(0) + torch.arange(len(SUMS))
-        assert torch.equal(total[: len(SUMS)], wanted)
-        assert total[len(SUMS) :].isnan().all()
+        pieces = sum(piece.call.values[0] == 2 * call for piece in calling.pieces)
+        wanted = x.sum().item() + pieces
+        assert total[0] == torch.tensor(wanted / len(x) if kind == MEAN else float(wanted))
+        assert total[1].isnan()
 
 
 def test_as_many_arguments_as_are_promised() -> None:

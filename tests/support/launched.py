@@ -230,17 +230,17 @@ def _uncounted(names: Iterable[str]) -> list[str]:
 
 def _different_sums(found: Sequence[dict[str, Any]], expected: Sequence[dict[str, Any]]) -> dict[str, float]:
     """The differences of measured steps."""
-    from collage_fx.numerics.update_sums import COUNTS, PRODUCTS
+    from collage_fx.metrics.rows import COUNTS, PRODUCTS
 
-    squares = {pair[0]: name for name, pair in PRODUCTS.items() if pair[0] == pair[1]}
+    factors = {"along_hi": ("intended", "effective_hi"), "along": ("intended", "effective")}
     different = {}
     for i, (one, other) in enumerate(zip(found, expected, strict=True)):
         assert one.keys() == other.keys()
         for name, quality in other.items():
-            for what, pair in PRODUCTS.items():
+            for what in PRODUCTS:
                 most = 1.0
-                for factor in pair:
-                    most *= getattr(quality, squares[factor]) ** 0.5
+                for factor in factors.get(what, (what, what)):
+                    most *= getattr(quality, factor) ** 0.5
                 apart = abs(getattr(one[name], what) - getattr(quality, what))
                 if apart:
                     different[f"{name}, step {i}: {what}"] = apart / most

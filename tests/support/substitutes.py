@@ -14,10 +14,12 @@ from typing import Any
 from unittest import mock
 
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from collage_fx.graph import DEVICES, Reason, StepProgram, Unit
 from collage_fx.lowering import forget_kernels, kernels
 from collage_fx.lowering.rules import Rule
+from collage_fx.metrics.samples import Observer
 from collage_fx.numerics import AuxiliarySpec
 from collage_fx.pipeline import Pass, run_pipeline
 from collage_fx.runtime.batches import Batch
@@ -320,4 +322,22 @@ def memory_for_error_terms(count: int) -> Iterator[None]:
         return zeros(self, device)
 
     with mock.patch.object(AuxiliarySpec, "zeros", allocate):
+        yield
+
+
+@contextlib.contextmanager
+def observing_within(mode: TorchDispatchMode) -> Iterator[None]:
+    """Context manager: operations that measure a step are run in a dispatch mode."""
+
+    def within(function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*given: Any) -> Any:
+            with mode:
+                return function(*given)
+
+        return call
+
+    with (
+        mock.patch.object(Observer, "before", within(Observer.before)),
+        mock.patch.object(Observer, "after", within(Observer.after)),
+    ):
         yield

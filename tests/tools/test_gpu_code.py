@@ -24,12 +24,12 @@ needs_triton = pytest.mark.skipif(
 def test_kernels_of_a_step(arch: Architecture) -> None:
     optimizer = torch.optim.AdamW(parameters())
     before = torch.cuda.is_available(), torch.cuda.get_device_properties
-    found = gpu_code(optimizer, arch=arch, strategy="light", metrics=True)
-    assert (found.launches, found.reason) == (3, "")
-    numbers, update, sums = found.kernels
+    found = gpu_code(optimizer, arch=arch, strategy="light")
+    assert (found.launches, found.reason) == (2, "")
+    numbers, update = found.kernels
     assert (numbers.bytes_per_parameter, update.bytes_per_parameter) == (0, 18)
     assert all(kernel.registers > 0 and not kernel.spilled for kernel in found.kernels)
-    assert (numbers.tensors, update.tensors, sums.tensors) == (2, 2, 2 * 12)
+    assert (numbers.tensors, update.tensors) == (2, 2)
     if arch.startswith("sm_"):  # the time of the bytes follows from the data sheet
         assert update.memory == pytest.approx(18 / CARDS[arch].bandwidth * 1e12)
         assert 0 < update.issue < 1.6 * update.memory
