@@ -690,11 +690,9 @@ class Compilation:
         program = self._accepted(gm, infos, repetition)
         before = copy_of(gm)
         as_captured = program.before_passes(before)
-        made_anew = {} if program.strategy == "none" or self.recorded else results_to_inputs(program)
+        made_anew = results_to_inputs(program)
         program.captured = copy_of(program.gm) if self.options.metrics else None
         self._refuse_lost_values(program)
-        if made_anew:
-            program.arithmetic = "wide"  # the displacement of a parameter is kept unrounded
         example_inputs = [*example_inputs, *_values_behind(program, len(example_inputs))]
         pass_log = PassLog(self.subject, before)
         self._rewrite(program, before, pass_log)

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from torch.fx import Graph, GraphModule, Node, map_arg
 
-from collage_fx.graph.nodes import is_copy_to_input, placeholders
-from collage_fx.torch_compat import pytree
+from collage_fx.graph.nodes import is_copy_to_input, placeholders, tensor_value
+from collage_fx.torch_compat import fake_like, pytree, storage_of
 
 #: ``(family, member)``; ``(None, 0)`` for operations common to all families.
 FamilyMember = tuple[int | None, int]
@@ -98,8 +98,9 @@ def input_name(index: int) -> str:
 def repeated_graph(gm: GraphModule, repetition: Repetition) -> GraphModule:
     """Build the whole functional graph from the graph of one member of each family.
 
-    A node's ``meta["val"]`` is that of its original in the small graph: within a family, layouts and dtypes
-    are equal. If the small graph is the whole graph, it is returned unchanged.
+    A node's ``meta["val"]`` is that of its original in the small graph, but for results that have memory of
+    their own: within a family, layouts and dtypes are equal. If the small graph is the whole graph, it is
+    returned unchanged.
     """
     if repetition.is_whole:
         return gm
@@ -138,6 +139,12 @@ def repeated_graph(gm: GraphModule, repetition: Repetition) -> GraphModule:
         if small[i] in stores:
             copy(stores[small[i]], member)
     results = pytree.tree_leaves(gm.graph.output_node().args)
+    values = [tensor_value(node) for node in (*small, *results)]
+    held = Counter(storage_of(value) for value in values if value is not None)
+    for k, member in repetition.outputs:
+        value = tensor_value(results[k])
+        if value is not None and held[storage_of(value)] == 1:
+            whole[results[k], member].meta["val"] = fake_like(value)
     outputs = ((results[k], member) for k, member in repetition.outputs)
     graph.output(tuple(None if node is None else of(node, member) for node, member in outputs))
     return GraphModule(gm, graph)

@@ -54,13 +54,18 @@ aten = torch.ops.aten
 def results_to_inputs(program: StepProgram) -> dict[int, int]:
     """Turn rounded low-precision tensors that a step creates and returns into inputs that it stores to.
 
+    Recorded steps and plain steps stay as they are.
+
     Args:
-        program: the program before any pass. The inputs are added to its graph, infos and repetition.
+        program: the program before any pass. The inputs are added to its graph, infos and repetition. It is
+            computed in ``wide`` arithmetic: the displacement of a parameter is kept unrounded.
 
     Returns:
         a mapping from the index of a result of the whole graph, which is None now, to the index of the input
         that replaces it.
     """
+    if program.strategy == "none" or program.is_recorded:
+        return {}
     graph, repetition = program.gm.graph, program.repetition
     results = list(pytree.tree_leaves(graph.output_node().args))
     owners = {
@@ -81,6 +86,7 @@ def results_to_inputs(program: StepProgram) -> dict[int, int]:
     graph.output_node().update_arg(0, tuple(results))
     program.gm.recompile()
     program.repetition = repetition.extended([owners[k] for k in order])
+    program.arithmetic = "wide"
     made = program.repetition.inputs - repetition.inputs
     program.infos = [*program.infos, *[InputInfo("a tensor that the step creates", "new", Role.NEW)] * made]
     copies = {k: program.repetition.copies[first + i] for i, k in enumerate(order)}

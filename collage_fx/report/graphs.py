@@ -14,7 +14,15 @@ from torch.fx import Graph, GraphModule
 
 from collage_fx.choices import Strategy, did_you_mean
 from collage_fx.errors import InvalidOptionError
-from collage_fx.graph import Repetition, Role, Route, StepProgram, copy_of, repeated_graph
+from collage_fx.graph import (
+    Repetition,
+    Role,
+    Route,
+    StepProgram,
+    copy_of,
+    repeated_graph,
+    results_to_inputs,
+)
 from collage_fx.numerics import ERROR_FORMATS
 from collage_fx.options.budgets import Budget
 from collage_fx.pipeline import Pass, Stage, run_pipeline, up_to_choosing
@@ -88,6 +96,7 @@ class GraphReport:
         """Run the passes on the whole graph once more."""
         assert self.program is not None
         program = self.program.before_passes(copy_of(self.before))
+        results_to_inputs(program)
         with torch.no_grad():
             run_pipeline(program, self.pipeline, observe=observe)
         return program
