@@ -150,17 +150,28 @@ class Gather:
 class Peek:
     """Function that reads a few elements of each of some 16-bit tensors in host memory.
 
+    Sizes and devices are looked at only if a tensor is at another address than in the call before, as freed
+    memory is, and memory on another device. A tensor that becomes a view of fewer elements keeps its memory.
+
     Args:
         tensors: contiguous; it is given them again at each call, and their memory may be another then.
     """
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
         self._gather = Gather(range(len(tensors)))
-        self._lengths = array("q", [each.numel() for each in tensors])
+        self.lengths = array("q", [each.numel() for each in tensors])
+        self._known: array[int] | None = None
 
-    def __call__(self, tensors: list[Any]) -> array[int]:
-        """Return ``PEEKED`` elements of each tensor."""
+    def __call__(self, tensors: list[Any]) -> array[int] | None:
+        """Return ``PEEKED`` elements of each tensor; None if they have other sizes or are not on the host."""
+        addresses = self._gather(tensors)
+        if addresses != self._known:
+            if not all(
+                each.is_cpu and each.numel() == n for each, n in zip(tensors, self.lengths, strict=True)
+            ):
+                return None
+            self._known = addresses
         found = array("h", bytes(2 * PEEKED * len(tensors)))
-        tables = self._gather(tensors), self._lengths, found
+        tables = addresses, self.lengths, found
         load_library().peek(len(tensors), *(table.buffer_info()[0] for table in tables))
         return found

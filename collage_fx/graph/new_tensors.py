@@ -64,7 +64,7 @@ def results_to_inputs(program: StepProgram) -> dict[int, int]:
         a mapping from the index of a result of the whole graph, which is None now, to the index of the input
         that replaces it.
     """
-    if program.strategy == "none" or program.is_recorded:
+    if not program.keeps_new_tensors:
         return {}
     graph, repetition = program.gm.graph, program.repetition
     results = list(pytree.tree_leaves(graph.output_node().args))

@@ -298,6 +298,11 @@ class StepProgram:
         return [self.infos[copies[0]] for copies in self.repetition.copies]
 
     @property
+    def keeps_new_tensors(self) -> bool:
+        """Whether tensors that the step creates and returns may get error terms."""
+        return self.strategy != "none" and not self.is_recorded
+
+    @property
     def compensated(self) -> list[StateTensor]:
         return [state for state in self.states if state.compensated]
 

@@ -23,7 +23,7 @@ from __future__ import annotations
 import warnings
 from array import array
 from collections.abc import Callable, Sequence
-from operator import attrgetter, is_
+from operator import is_
 
 from torch import Tensor
 
@@ -32,8 +32,6 @@ from collage_fx.state.claims import some
 from collage_fx.state.error_terms import ErrorTermRecord, next_event, record_of, same_elements
 from collage_fx.state.packed import PackedTensor
 from collage_fx.torch_compat import local_tensor, version_of
-
-_IS_ON_CPU = attrgetter("is_cpu")
 
 #: Number of steps in which all state tensors are checked, a part each time.
 TURNS = 8
@@ -69,7 +67,6 @@ class WriteDetector:
         self._elements: array[int] | None = None
         self._peek: Peek | None = None
         self._strides: list[tuple[int, ...]] = []
-        self._lengths: list[int] = []
 
     def take_over(self, other: WriteDetector) -> bool:
         """Take over the knowledge of an earlier detector; return whether it had the same parameters."""
@@ -78,7 +75,7 @@ class WriteDetector:
         if is_of_same:
             self._copies, self._peek, self._strides = other._copies, other._peek, other._strides
             self._versions, self._elements = other._versions, other._elements
-            self._noted_at, self._lengths = other._noted_at, other._lengths
+            self._noted_at = other._noted_at
         return is_of_same
 
     def has_one_of(self, tensors: set[int]) -> bool:
@@ -87,18 +84,16 @@ class WriteDetector:
 
     def note(self) -> None:
         """Note versions and elements after a step."""
-        if self._peek is not None and self._lengths != [*map(Tensor.numel, self.tensors)]:
-            self._peek = None
-        if self._peek is None and is_library_loaded() and _are_in_host_memory(self.tensors):
+        self._elements = self._sampled()
+        if self._elements is None and is_library_loaded() and _are_in_host_memory(self.tensors):
             self._peek = Peek(self.tensors)
             self._strides = [each.stride() for each in self.tensors]
-            self._lengths = [*map(Tensor.numel, self.tensors)]
+            self._elements = self._sampled()
         self._versions, self._noted_at = [*map(version_of, self.tensors)], next_event()
         if self._state:
             self._turn = (self._turn + 1) % len(self._state)
             self._looked_at = self._state[self._turn]
             self._state_versions = _versions_of(self._looked_at)
-        self._elements = self._sampled()
         for i, copy in self._copies.items():
             copy.copy_(local_tensor(self.tensors[i].detach()))
 
@@ -130,16 +125,13 @@ class WriteDetector:
 
     def _sampled(self) -> array[int] | None:
         """Return sampled elements of all parameters; None if they are elsewhere, or have other sizes now."""
-        if self._peek is None or self._lengths != [*map(Tensor.numel, self.tensors)]:
-            return None
-        return self._peek(self.tensors) if all(map(_IS_ON_CPU, self.tensors)) else None
+        return None if self._peek is None else self._peek(self.tensors)
 
     def _sampled_of(self, i: int) -> array[int] | None:
         """Return sampled elements of one parameter, as :meth:`_sampled` does."""
         one = self.tensors[i]
-        if self._peek is None or self._lengths[i] != one.numel() or not one.is_cpu:
-            return None
-        return Peek([one])([one])
+        has_other_size = self._peek is None or self._peek.lengths[i] != one.numel()
+        return None if has_other_size else Peek([one])([one])
 
     def _has_same_elements(self, i: int, now: array[int] | None) -> bool:
         """Return whether a parameter's sampled elements are the same; True if its layout has changed."""
