@@ -18,9 +18,11 @@ from torch.testing._internal.two_tensor import TwoTensor
 from torch.torch_version import TorchVersion
 
 from collage_fx import CollageBackend, error_terms, full_value, install
-from collage_fx.capture.recording import is_recorded
+from collage_fx.capture import recording
+from collage_fx.capture.recording import RECORDING, Request, is_recorded, record
 from collage_fx.errors import UncompensatedParameterError, UnsupportedTensorError
 from collage_fx.graph import factorizes
+from collage_fx.torch_compat import records
 from tests.support.substitutes import recorded_steps_that_compile
 from tests.support.training import Descent, compiled, parameters, run_steps, set_gradients
 from tests.support.warned import warned
@@ -1177,6 +1179,23 @@ def test_what_is_recorded_is_compiled_where_dynamo_is_told_not_to() -> None:
         high.step()
     assert is_recorded(low)
     assert largest_error(low, high, start) < 0.02
+
+
+def test_single_steps_that_are_recorded_are_one_recording() -> None:
+    """What it has traced serves the next one; a step that is recorded for good is another."""
+    torch._dynamo.reset()
+    low, high = twins(torch.optim.SGD, [(4, 3)])
+    step, found = compiled(low), []
+    for seed, stance in enumerate(["force_eager", "force_eager", "default"]):
+        give_gradients(low, high, seed)
+        with torch.compiler.set_stance(stance):
+            step()
+        found.append(records.of(low, recording.Recorded).for_one_step)
+    assert found[0] is not None
+    assert found == [found[0]] * 3
+    record(low, Request(CollageBackend(), {}, strict=True), "a test")
+    assert vars(low)[RECORDING] is not found[0]
+    assert not vars(low)[RECORDING].is_for_one_step
 
 
 def test_an_optimizer_within_a_recorded_one_is_recorded_with_it() -> None:
