@@ -13,7 +13,7 @@ from torch._inductor.runtime.cache_dir_utils import cache_dir
 
 from collage_fx.codegen import REVISION
 from tests.support import substitutes
-from tests.support.slow import TODAYS_THIRD, Clock, Times, left_out
+from tests.support.slow import IN_TURN, TODAYS_THIRD, Clock, Times, left_out
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -86,7 +86,10 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     if not config.getoption("markexpr") and not config.getoption("all"):
         named = tuple(each for each in config.args if "::" in each)
-        slow = [item for item in left_out(items, config.getoption("third")) if not _is_named(item, named)]
+        is_everything = {Path(each).resolve() for each in config.args} == {Path(__file__).parent}
+        in_turn = IN_TURN if is_everything else ()  # so in workers of pytest-xdist, too
+        out = left_out(items, config.getoption("third"), in_turn=in_turn)
+        slow = [item for item in out if not _is_named(item, named)]
         config.hook.pytest_deselected(items=slow)
         items[:] = [item for item in items if item not in set(slow)]
 

@@ -1,11 +1,12 @@
 """What a usual run of the tests leaves out."""
 
 from collections.abc import Callable
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
-from tests.support.slow import FILE, MOST_SECONDS, SECONDS, Times, left_out, slow_ones
+from tests.support.slow import FILE, IN_TURN, MOST_SECONDS, SECONDS, Times, left_out, slow_ones
 
 
 def test_each_function_keeps_a_case_and_what_fits() -> None:
@@ -44,6 +45,17 @@ def test_each_rotating_test_has_its_day() -> None:
     run = [[item for item in items if item not in left_out(items, third)] for third in range(3)]
     assert sorted(int(item.nodeid) for third in run for item in third) == list(range(300))
     assert min(map(len, run)) > 70
+
+
+def test_a_run_of_everything_has_a_third_of_the_files_in_turn() -> None:
+    items = [
+        SimpleNamespace(nodeid=f"{IN_TURN[0]}::{i}", get_closest_marker=lambda name: None) for i in range(60)
+    ]
+    run = [[item for item in items if item not in left_out(items, third, (), IN_TURN)] for third in range(3)]
+    assert sorted(int(item.nodeid.partition("::")[2]) for third in run for item in third) == list(range(60))
+    assert min(map(len, run)) > 10
+    assert left_out(items, 0, ()) == []
+    assert all(Path(file).is_file() for file in IN_TURN)
 
 
 TOLD = ("mul_", "copy_")

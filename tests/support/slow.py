@@ -16,6 +16,7 @@ A usual run, as in continuous integration, has almost every test function but on
 * tests marked with pytest.mark.prose: they compile, or build, what a document shows, to see that it is true.
 * two thirds, drawn from their names, of the tests marked with pytest.mark.rotating. The third that runs is
   another one each day; `--third N` runs the N-th, 0 to 2, and the header of a run says which third ran.
+* likewise two thirds of the files IN_TURN, which take a minute each, but in a run of files or folders alone.
 
 Tests that are marked are not in slow.txt.
 
@@ -58,6 +59,20 @@ MOST_SECONDS = 30.0
 LEFT_OUT, ROTATING = ("slow", "prose"), "rotating"
 MARKS = (*LEFT_OUT, ROTATING)
 
+#: Files of whose tests a run of everything has a third.
+IN_TURN = tuple(
+    f"tests/{name}.py"
+    for name in (
+        *(
+            "integrations/test_deepspeed",
+            "lowering/test_launches",
+            "test_gpu_counts",
+            "test_gradient_release",
+        ),
+        *("test_packed_float32", "test_packed_state", "test_weight_changes"),
+    )
+)
+
 #: The third of the rotating tests whose turn is today.
 TODAYS_THIRD = datetime.date.today().toordinal() % 3
 
@@ -65,19 +80,26 @@ TODAYS_THIRD = datetime.date.today().toordinal() % 3
 _PROPERTY = "processor seconds"
 
 
-def left_out(items: list[Any], third: int, names: Collection[str] | None = None) -> list[Any]:
+def left_out(
+    items: list[Any],
+    third: int,
+    names: Collection[str] | None = None,
+    in_turn: Collection[str] = (),
+) -> list[Any]:
     """Return the tests that a usual run leaves out, of the rotating ones all but a third.
 
     Args:
         items: all tests.
         third: 0, 1 or 2.
         names: names of cases to leave out; by default those in slow.txt.
+        in_turn: files whose tests are rotating, too.
     """
     names = {*(FILE.read_text().splitlines() if names is None else names)}
 
     def is_left_out(item: Any) -> bool:
         marks = {mark for mark in MARKS if item.get_closest_marker(mark) is not None}
-        another_day = ROTATING in marks and _draw(item.nodeid)[0] % 3 != third
+        is_rotating = ROTATING in marks or item.nodeid.partition("::")[0] in in_turn
+        another_day = is_rotating and _draw(item.nodeid)[0] % 3 != third
         return another_day or item.nodeid in names or not marks.isdisjoint(LEFT_OUT)
 
     slow = [item for item in items if is_left_out(item)]
