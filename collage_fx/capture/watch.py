@@ -598,8 +598,8 @@ def _record_or_refuse(code: CodeType, graph_break: GraphBreak) -> None:
     packs = request.backend.options.packs
     if not any(_is_of_concern(parameter, packs) for _, parameter in parameter_names(optimizer)):
         return
-    if graph_break.is_in_closure and _is_captured_after_its_closure(optimizer):
-        return
+    if graph_break.is_in_closure and is_being_stepped(optimizer):
+        return  # what follows the closure is captured by itself
     if _is_refused(optimizer, strict=request.strict):  # Dynamo may not have traced a line of the step
         return
     can_be_recorded = is_recordable(optimizer) and not is_being_stepped(optimizer)
@@ -657,14 +657,6 @@ def _record_or_refuse_function(code: CodeType, graph_break: GraphBreak, request:
 def _is_of_concern(parameter: Tensor, packs: bool) -> bool:
     """Return whether a step of a parameter is rewritten: of low precision, or float32 if state is packed."""
     return is_low_precision(parameter.dtype) or (packs and parameter.dtype is torch.float32)
-
-
-def _is_captured_after_its_closure(optimizer: Optimizer) -> bool:
-    """Return whether the step has no graph break after a graph break in its closure.
-
-    A second break, after the closure, would come too late to record the step.
-    """
-    return is_of_torch_optim(true_step(optimizer)) or is_being_stepped(optimizer)
 
 
 # -- compensated steps are asked for

@@ -10,7 +10,8 @@ import pytest
 import torch
 from torch.optim import SGD, AdamW
 
-from collage_fx import CollageBackend, full_value
+from collage_fx import CollageBackend, error_terms, full_value
+from collage_fx.capture.recording import is_recorded
 from collage_fx.errors import GraphBreakError
 from tests.support.training import Descent, parameters, set_gradients
 from tests.support.warned import warned
@@ -333,3 +334,28 @@ def _fresh() -> Iterator[None]:
     torch._dynamo.reset()
     yield
     torch._dynamo.reset()
+
+
+class Inherits(torch.optim.SGD):
+    """A step of its own around that of torch's class."""
+
+    def step(self, closure: Any = None) -> Any:
+        return super().step(closure)
+
+
+@pytest.mark.parametrize("kind", [torch.optim.SGD, Inherits])
+def test_a_break_in_a_closure_leaves_the_step_captured(kind: type[torch.optim.SGD]) -> None:
+    torch._dynamo.reset()
+    params = parameters(shapes=[(4, 3)])
+    set_gradients(params, 0)
+    optimizer, backend = kind(params, lr=1e-2), CollageBackend()
+
+    def closure() -> float:
+        print(end="")
+        return 1.0
+
+    step = torch.compile(optimizer.step, backend=backend)
+    for _ in range(3):
+        step(closure)
+    assert not is_recorded(optimizer)
+    assert all(term.any() for p in params for term in error_terms(p))
