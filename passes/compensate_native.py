@@ -190,7 +190,7 @@ class _PathRewriter:
         hi, lo = (
             self.words[stored] if stored in self.words else self.words[self._split(self.unrounded(stored))]
         )
-        state.store.args = (state.placeholder, hi, *state.store.args[2:])
+        state.store.update_arg(1, hi)
         self.editor.store(state.auxiliaries[0], *self.editor.inline(arithmetic.finite_or_zero, lo, hi))
 
     def _rewritten(self, node: Node) -> Node | None:

@@ -88,11 +88,7 @@ def _load_moved_expansion(editor: GraphEditor, state: StateTensor) -> None:
     source = state.stored
     if source.op == "placeholder":
         with editor.graph.inserting_before(state.store):
-            state.store.args = (
-                state.placeholder,
-                editor.convert(source, torch.float32),
-                *state.store.args[2:],
-            )
+            state.store.update_arg(1, editor.convert(source, torch.float32))
 
 
 def _load_expansion(editor: GraphEditor, state: StateTensor | ReadExpansion) -> None:
@@ -174,7 +170,7 @@ def _store_expansion(editor: GraphEditor, state: StateTensor, own_term: Collecti
             for reader in readers:
                 reader.replace_input_with(value, whole)
     with editor.graph.inserting_before(state.store):
-        state.store.args = (state.placeholder, hi, *state.store.args[2:])
+        state.store.update_arg(1, hi)
         for placeholder, auxiliary in zip(state.written, auxiliaries, strict=False):
             editor.store(placeholder, auxiliary)
 

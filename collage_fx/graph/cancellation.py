@@ -53,7 +53,6 @@ from collage_fx.graph.nodes import (
     placeholders,
     reached,
     stored,
-    tensor_value,
 )
 from collage_fx.graph.operator_facts import (
     facts_of,
@@ -243,13 +242,8 @@ class _Updates:
     # -- how large it is
 
     def _only_read(self) -> set[Node]:
-        """Return the tensors other than parameters, gradients and numbers that the step does not write."""
-        floating = (
-            (node, value)
-            for node, role in self._roles.items()
-            if role is Role.STATE and node not in self._new and (value := tensor_value(node)) is not None
-        )
-        return {node for node, value in floating if value.dim() and value.dtype.is_floating_point}
+        """Return the state that the step does not write."""
+        return {node for node, role in self._roles.items() if role is Role.STATE and node not in self._new}
 
     def _is_update(self, node: Node, new_weight: Node) -> bool:
         """Return whether a tensor moves a weight by less than half of its own size, as a gradient does."""

@@ -246,7 +246,7 @@ def read_before_overwriting(editor: GraphEditor) -> None:
         assert isinstance(destination, Node)
         if isinstance(source, Node) and _memory_read(source) in overwritten:
             with editor.graph.inserting_before(stores[0]):
-                store.args = (destination, _twice_negated(editor, source), *store.args[2:])
+                store.update_arg(1, _twice_negated(editor, source))
         overwritten.add(destination)
     output = editor.graph.output_node()
     for result in output.all_input_nodes:

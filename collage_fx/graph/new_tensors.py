@@ -164,7 +164,7 @@ def _region(value: torch.Tensor) -> tuple[int, float, float]:
     """Return the storage of a tensor, its first element there, and the end; all of it if that is unknown."""
     first = value.storage_offset()
     is_known = all(type(size) is int for size in (first, *value.shape, *value.stride())) and is_dense(value)
-    return storage_of(value), *((first, first + value.numel()) if is_known else (0, math.inf))
+    return storage_of(value), *((first, first + value.numel()) if is_known else (-math.inf, math.inf))
 
 
 def _is_rounded(node: Node, kept_up: set[Node]) -> bool:

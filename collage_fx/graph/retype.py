@@ -65,7 +65,7 @@ class Retyper:
             assert value is not None
             assert isinstance(source, Node)
             stored = self._in_storage(source)
-            node.args = (destination, self.editor.convert(stored, value.dtype), *node.args[2:])
+            node.update_arg(1, self.editor.convert(stored, value.dtype))
         elif not any(is_low_precision_tensor(n) for n in (node, *node.all_input_nodes)):
             return
         elif is_conversion(node):

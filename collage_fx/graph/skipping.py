@@ -74,7 +74,7 @@ def set_aside(state: StateTensor) -> Sequence[Skip]:
     """
     skips = [*takewhile(lambda skip: _keeps_codes(skip, state, state.error_format), _skips_of(state))]
     if skips:
-        state.store.args = (state.placeholder, skips[-1].changed, *state.store.args[2:])
+        state.store.update_arg(1, skips[-1].changed)
     return skips
 
 
@@ -95,7 +95,7 @@ def restore(editor: GraphEditor, state: StateTensor, skips: Sequence[Skip]) -> N
             for skip in reversed(skips):
                 if has_elements(part) or is_number(skip.condition):
                     fitting = _fitting(editor, skip, state.value.dim(), part)
-                    store.args = (part, fitting.between(editor, part, stored(store)), *store.args[2:])
+                    store.update_arg(1, fitting.between(editor, part, stored(store)))
 
 
 def _keeps_codes(skip: Skip, state: StateTensor, fmt: ErrorFormat) -> bool:
