@@ -255,6 +255,7 @@ def start_watch() -> None:
             _at_graph_break,
             _at_torch_compile,
             _rows_to_trace,
+            _has_updates_of_concern,
             SETTINGS,
         )
     )
@@ -595,8 +596,7 @@ def _record_or_refuse(code: CodeType, graph_break: GraphBreak) -> None:
     if optimizer is None:
         _record_or_refuse_function(code, graph_break, request)
         return
-    packs = request.backend.options.packs
-    if not any(_is_of_concern(parameter, packs) for _, parameter in parameter_names(optimizer)):
+    if not _has_updates_of_concern(request, optimizer):
         return
     if graph_break.is_in_closure and is_being_stepped(optimizer):
         return  # what follows the closure is captured by itself
@@ -652,6 +652,12 @@ def _record_or_refuse_function(code: CodeType, graph_break: GraphBreak, request:
         f"captured by itself; or put @torch.no_grad() before {code.co_name}, if it differentiates nothing",
     )
     raise_or_warn(code, refusal, strict=request.strict)
+
+
+def _has_updates_of_concern(request: Request, optimizer: Optimizer) -> bool:
+    """Return whether a step of an optimizer is rewritten."""
+    packs = request.backend.options.packs
+    return any(_is_of_concern(parameter, packs) for _, parameter in parameter_names(optimizer))
 
 
 def _is_of_concern(parameter: Tensor, packs: bool) -> bool:

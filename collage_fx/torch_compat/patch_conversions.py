@@ -122,6 +122,7 @@ class Watch:
         at_graph_break: see :func:`watching_graph_breaks`.
         handed_over: called with ``(backend, keywords, function)`` when ``torch.compile`` is given a function.
         rows_to_trace: see :func:`thinning_lists`.
+        is_of_concern: called with ``(request, optimizer)``; returns whether its updates are to be rewritten.
         settings: Dynamo's configuration during a conversion.
     """
 
@@ -135,6 +136,7 @@ class Watch:
     at_graph_break: Callable[[CodeType, GraphBreak], None]
     handed_over: Callable[[Any, dict[str, Any], Any], None]
     rows_to_trace: Thin
+    is_of_concern: Callable[[Any, Optimizer], bool]
     settings: dict[str, Any]
 
 
@@ -161,7 +163,7 @@ def watch_conversions(watch: Watch) -> None:
                     watch.within(compiler_within(convert), code, variables),
                     dynamo_config.patch(watch.settings),
                     # A part without operations, now, may have some in a later step.
-                    dynamo_config.patch(allow_empty_graphs=_may_be_empty(code, variables)),
+                    dynamo_config.patch(allow_empty_graphs=_may_be_empty(watch, request, code, variables)),
                     _patched(watch, code, variables),
                 ):
                     converted = convert(frame, *args, **kwargs)
@@ -350,11 +352,16 @@ def _may_update(code: CodeType, variables: Mapping[str, Any]) -> bool:
     return is_method or is_holders or code.co_name.startswith(TORCH_DYNAMO_RESUME_IN_PREFIX)
 
 
-def _may_be_empty(code: CodeType, variables: Mapping[str, Any]) -> bool:
+def _may_be_empty(watch: Watch, request: Any, code: CodeType, variables: Mapping[str, Any]) -> bool:
     """Return whether a function without operations may have some in another call, and so is compiled.
 
-    The rest of torch's functions around a step never has any.
+    The rest of torch's functions around a step never has any. Methods of optimizers that are left alone are
+    compiled as by plain ``torch.compile``: torch 2.13 takes the value of one key for that of another where a
+    function only looks a parameter up (``self.indices[p]``).
     """
+    optimizer = optimizer_of_method(code, variables)
+    if optimizer is not None and not watch.is_of_concern(request, optimizer):
+        return False
     return _may_update(code, variables) and not is_in_torchs_optimizer(code)
 
 

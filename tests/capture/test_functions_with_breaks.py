@@ -8,9 +8,10 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 from torch.optim import SGD, AdamW
 
-from collage_fx import CollageBackend, error_terms, full_value
+from collage_fx import CollageBackend, error_terms, full_value, install
 from collage_fx.capture.recording import is_recorded
 from collage_fx.errors import GraphBreakError
 from tests.support.training import Descent, parameters, set_gradients
@@ -359,3 +360,41 @@ def test_a_break_in_a_closure_leaves_the_step_captured(kind: type[torch.optim.SG
         step(closure)
     assert not is_recorded(optimizer)
     assert all(term.any() for p in params for term in error_terms(p))
+
+
+class LooksUp(torch.optim.Optimizer):
+    """A method finds tensors by parameters, and does nothing else from the second step on."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {})
+        self.indices: dict[Tensor, Tensor] = {}
+
+    def places(self, p: Tensor) -> Tensor:
+        found = self.indices.get(p)
+        if found is None:
+            found = self.indices[p] = (p > 0).flatten().nonzero().flatten()
+        return found
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        params = self.param_groups[0]["params"]
+        for p, at in zip(params, [self.places(p) for p in params], strict=True):
+            p.view(-1)[at] -= 1e-2 * p.grad.view(-1)[at]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_what_is_found_by_one_parameter_is_not_taken_for_another(dtype: torch.dtype) -> None:
+    found = []
+    for is_installed in (False, True):
+        torch._dynamo.reset()
+        params = parameters(dtype, shapes=[(4, 3)] * 4)
+        optimizer = LooksUp(params)
+        if is_installed:
+            install(optimizer)
+        for seed in range(4):
+            set_gradients(params, seed)
+            optimizer.step()
+        found.append([full_value(p).float() for p in params])
+    for eager, installed in zip(*found, strict=True):
+        assert torch.allclose(eager, installed, rtol=0, atol=0 if dtype is torch.float32 else 0.05)
+        assert torch.equal(eager > 0, installed > 0)
