@@ -191,6 +191,11 @@ def test_drawn_steps_and_closures(seed: int) -> None:
     assert not list(faults(drawn(seed)))
 
 
+def test_a_step_uses_the_result_of_the_closure_that_it_calls_first() -> None:
+    """By ``install`` the closure is called before the step, which is handed its result."""
+    assert not list(faults(Case("first", "a tensor", "a float", has_source=True, passes=1)))
+
+
 class UsesTheLoss(Optimizer):
     def __init__(self, params: Any) -> None:
         super().__init__(params, {})

@@ -220,6 +220,18 @@ def test_classes_that_override_and_call_super_are_covered() -> None:
     assert all(torch.equal(error_terms(p)[0], error_terms(q)[0]) for p, q in zip(params, other, strict=True))
 
 
+def test_torchs_own_state_dict_has_the_error_terms_after_that_of_a_class() -> None:
+    params = parameters()
+    optimizer = Versioned(params)
+    install(optimizer)
+    run_steps(optimizer.step, params, range(2))
+    made, saved = optimizer.state_dict(), torch.optim.Optimizer.state_dict(optimizer)
+    assert made["version"] == 3
+    for number, entries in made["state"].items():
+        assert any(name.startswith("collage_fx.") for name in entries)
+        assert saved["state"][number].keys() == entries.keys()
+
+
 @pytest.mark.parametrize("is_adopted_first", [True, False])
 def test_hooks_of_the_user_see_error_terms(*, is_adopted_first: bool) -> None:
     """A pair of hooks that packs a state dict and unpacks it does so with ours, too."""
