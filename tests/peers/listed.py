@@ -47,6 +47,24 @@ LISTED: tuple[Listed, ...] = (
         "complex parameters are refused by name; where the class refuses them, too, its error comes later",
     ),
     Listed(
+        "pytorch-optimizer",
+        "*::TestSparseGradients::*",
+        r"UnsupportedTensorError: a tensor of layout torch\.sparse_coo",
+        "sparse gradients are refused by name",
+    ),
+    Listed(
+        "pytorch-optimizer",
+        "*adalomo*",
+        r"UnsupportedOptimizerError: AdaLOMO has no step, or one that only raises",
+        "its hooks update parameters in the backward pass: it is refused where it is installed",
+    ),
+    Listed(
+        "pytorch-optimizer",
+        "*::test_probe_propagates_unexpected_errors",
+        r"SGD has no step, or one that only raises",
+        "the test's own step only raises, for which it is refused where it is installed",
+    ),
+    Listed(
         "torchao",
         "*::test_optim_bf16_stochastic_round_correctness*",
         "Scalars are not close",
