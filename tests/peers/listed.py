@@ -65,6 +65,14 @@ LISTED: tuple[Listed, ...] = (
         "the test's own step only raises, for which it is refused where it is installed",
     ),
     Listed(
+        "pytorch-optimizer",
+        "*::test_variant_training[[]adam_debias-ranger21_*",
+        "Loss did not decrease enough",
+        "a loss that float32 reaches by little: parameters end 2.6 % of their way from float32's at most, in "
+        "plain bf16 11 %, which happens to be on the side of a lower loss",
+        ("bf16",),
+    ),
+    Listed(
         "torchao",
         "*::test_optim_bf16_stochastic_round_correctness*",
         "Scalars are not close",
