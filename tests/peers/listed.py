@@ -72,6 +72,16 @@ LISTED: tuple[Listed, ...] = (
         "plain bf16 11 %, which happens to be on the side of a lower loss",
         ("bf16",),
     ),
+    *(
+        Listed(
+            "pytorch-optimizer",
+            f"*{name}*",
+            "Apart: parameters end",
+            "plain torch.compile, with aot_eager or Inductor, ends as far from eager torch in this test",
+            ("float32",),
+        )
+        for name in ("apollo_", "lorarite_")
+    ),
     Listed(
         "torchao",
         "*::test_optim_bf16_stochastic_round_correctness*",

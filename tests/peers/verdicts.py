@@ -62,7 +62,8 @@ def verdict(
     found = Verdict(suite, dtype, ran, len(passing))
     for test, reference in passing.items():
         result = installed.get(test, Result(test, "failed", "has no result"))
-        if result.outcome == "passed" and dtype == "float32":
+        # A test named for bfloat16 makes such parameters itself: they are to end elsewhere.
+        if result.outcome == "passed" and dtype == "float32" and "bfloat16" not in test:
             distance = apart(reference.moved, result.moved)
             if distance > APART:
                 error = f"Apart: parameters end {distance:.2g} of their way from where they end plainly"
