@@ -448,6 +448,24 @@ def test_what_a_step_intends_is_what_it_does_in_float64(kind: Any, strategy: Any
         assert found == pytest.approx(wanted, rel=INTENDING[kind], abs=roundings)
 
 
+class Noisy(Optimizer):
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for p in self.param_groups[0]["params"]:
+            p.add_(p.grad + torch.randn_like(p), alpha=-Momentum.lr)
+
+
+def test_measuring_draws_no_numbers_of_the_step() -> None:
+    found = []
+    for metrics in (False, True):
+        torch.manual_seed(0)
+        params = parameters(shapes=[(9, 7)])
+        step = torch.compile(Noisy(params, {}).step, backend=CollageBackend(metrics=metrics))
+        run_steps(step, params, range(3))
+        found.append(torch.cat([params[0].detach().float().flatten(), torch.rand(1)]))
+    assert torch.equal(*found)
+
+
 @pytest.mark.parametrize("options", OPTIONS[:2], ids=lambda options: "-".join(options.values()))
 def test_every_so_often(options: dict[str, Any]) -> None:
     backends = [CollageBackend(metrics=True, metrics_every=every, **options) for every in (1, 2)]
