@@ -95,17 +95,6 @@ class GraphEditor:
         node.meta[PASS_MARK] = self.made_by
         return node
 
-    def move_stores_last(self) -> dict[Node, Node]:
-        """Move all stores to the end of the graph: nodes added in front of them read the old values.
-
-        Returns:
-            input -> its store, the first store first.
-        """
-        stores = copies_to_inputs(self.graph)
-        for store in stores.values():
-            self.graph.output_node().prepend(store)
-        return stores
-
     def inline(self, function: Callable[..., Any], *args: Any, elementwise: bool = True) -> tuple[Node, ...]:
         """Trace an eager function of tensors and put its operations at the insertion point.
 

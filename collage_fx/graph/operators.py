@@ -58,7 +58,7 @@ rest = define_operator("rest(Tensor x, Tensor hi) -> Tensor", arithmetic.rest, N
 once = define_operator("once(Tensor x) -> Tensor", torch.clone)
 
 #: The dtypes of as many float32 tensors as an operator takes at most.
-FLOATS = (torch.float32,) * 5
+FLOATS = (torch.float32,) * 2
 
 
 @functools.cache

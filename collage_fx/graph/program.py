@@ -283,7 +283,6 @@ class StepProgram:
     summed: int = 0
     packed: tuple[ErrorFormat, ErrorFormat] | None = None
     takes_float32: bool = False
-    tracks_changes: bool = False
     captured: GraphModule | None = None
     states: list[StateTensor] = field(default_factory=list)
     reads: list[ReadExpansion] = field(default_factory=list)
@@ -341,11 +340,9 @@ class StepProgram:
             self.error_format,
             already_compensated=frozenset(index for i in self.already_compensated for index in copies[i]),
             is_recorded=self.is_recorded,
-            captured=None if self.captured is None else copy_of(gm),
             rounding=self.rounding,
             packed=self.packed,
             takes_float32=self.takes_float32,
-            tracks_changes=self.tracks_changes,
             changes=self.changes,
         )
 

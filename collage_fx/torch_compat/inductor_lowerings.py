@@ -20,17 +20,16 @@ def register_pointwise_lowering(
     """Lower ``operator(*tensors, *constants)`` to an elementwise computation in the kernel that reads it.
 
     Args:
-        operator: an overload of tensors of the same shape (or None) and constants.
+        operator: an overload of tensors of the same shape and constants.
         element_function: ``(number of tensors, *constants) -> function of [values of the tensors]``, which
             returns the value of the result for an element.
         dtype: dtype of the result.
     """
 
     def lowering(*arguments: Any) -> Any:
-        given = [argument for argument in arguments if argument is not None]
-        tensors = [argument for argument in given if isinstance(argument, ir.TensorBox)]
+        tensors = [argument for argument in arguments if isinstance(argument, ir.TensorBox)]
         loads = [tensor.make_loader() for tensor in tensors]
-        compute = element_function(len(tensors), *given[len(tensors) :])
+        compute = element_function(len(tensors), *arguments[len(tensors) :])
         return ir.Pointwise.create(
             device=tensors[0].get_device(),
             dtype=dtype,
