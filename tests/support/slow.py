@@ -16,7 +16,8 @@ A usual run, as in continuous integration, has almost every test function but on
 * tests marked with pytest.mark.prose: they compile, or build, what a document shows, to see that it is true.
 * two thirds, drawn from their names, of the tests marked with pytest.mark.rotating. The third that runs is
   another one each day; `--third N` runs the N-th, 0 to 2, and the header of a run says which third ran.
-* likewise two thirds of the files IN_TURN, which take a minute each, but in a run of files or folders alone.
+* likewise two thirds of the files IN_TURN, which take half a minute or more, but where files or folders are
+  named.
 
 Tests that are marked are not in slow.txt.
 
@@ -63,13 +64,10 @@ MARKS = (*LEFT_OUT, ROTATING)
 IN_TURN = tuple(
     f"tests/{name}.py"
     for name in (
-        *(
-            "integrations/test_deepspeed",
-            "lowering/test_launches",
-            "test_gpu_counts",
-            "test_gradient_release",
-        ),
-        *("test_packed_float32", "test_packed_state", "test_weight_changes"),
+        *("graph/test_read_order", "integrations/test_deepspeed", "lowering/test_launches"),
+        *("lowering/test_schedule", "lowering/test_triton_step", "test_full_precision_forward"),
+        *("test_gpu_counts", "test_gradient_release", "test_optim_db", "test_packed_float32"),
+        *("test_packed_state", "test_parallel", "test_peer_formats", "test_weight_changes"),
     )
 )
 
