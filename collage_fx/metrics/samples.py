@@ -104,7 +104,10 @@ class _Instance:
         ]
         self._index = {i: repetition.input_of(i, instance) for i in positions}
         self._terms = {
-            each.position: bind(index, program.infos[index], each.error_format, reads=True)
+            # A tensor without error terms is read with zeros; a packed one is nothing but its auxiliaries.
+            each.position: bind(
+                index, program.infos[index], each.error_format, reads=each.error_format.keeps_error
+            )
             for each in program.expansions
             if (index := self._index.get(each.position)) is not None
         }

@@ -448,6 +448,17 @@ def test_what_a_step_intends_is_what_it_does_in_float64(kind: Any, strategy: Any
         assert found == pytest.approx(wanted, rel=INTENDING[kind], abs=roundings)
 
 
+@pytest.mark.parametrize("options", [{"state": "block8"}, {"bytes_per_parameter": 8}], ids=str)
+def test_packed_state_is_read_as_the_step_reads_it(options: dict[str, Any]) -> None:
+    params = parameters(shapes=[(64, 64), (64, 64), (64, 80)])
+    backend = CollageBackend(metrics=True, **options)
+    run_steps(torch.compile(torch.optim.AdamW(params).step, backend=backend), params, range(4))
+    (graph, *_) = backend.report().graphs[-1:]
+    assert any(tensor.packed for tensor in graph.tensors)
+    for quality in backend.metrics()[4].values():
+        assert quality.edq_ratio == pytest.approx(1, abs=0.01)
+
+
 class Noisy(Optimizer):
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
