@@ -18,20 +18,18 @@ from torch.fx import Node
 
 from collage_fx.graph import (
     GraphEditor,
-    ReadExpansion,
     Role,
     StateTensor,
     StepProgram,
     fed_back,
     is_conversion,
     is_copy_to_input,
-    is_float32_tensor,
     is_low_precision_tensor,
     new_value,
     operands_of,
     operator_of,
-    placeholders,
     reached,
+    read_whole,
     restore,
     set_aside,
     unconverted,
@@ -63,7 +61,7 @@ class CompensateWide(Pass):
         for state in program.compensated:
             _refuse_lost_value(program, state, order)
         for expansion in program.expansions:
-            _load_expansion(editor, expansion)
+            read_whole(editor, expansion.placeholder, expansion.auxiliaries, expansion.error_format)
         terms = [
             # Optimizers keep a Kahan term for parameters only; readers of other state read it unrounded.
             fed_back(state, program.states) if state.info.role is Role.PARAMETER else set[Node]()
@@ -89,27 +87,6 @@ def _load_moved_expansion(editor: GraphEditor, state: StateTensor) -> None:
     if source.op == "placeholder":
         with editor.graph.inserting_before(state.store):
             state.store.update_arg(1, editor.convert(source, torch.float32))
-
-
-def _load_expansion(editor: GraphEditor, state: StateTensor | ReadExpansion) -> None:
-    """Make every float32 reader of hi read the whole value: hi and its error terms joined."""
-    fmt = state.error_format
-    readers = [user for user in state.placeholder.users if not is_copy_to_input(user)]
-    # float32 state may be converted to other dtypes, too.
-    loads = [user for user in readers if is_conversion(user) and is_float32_tensor(user)]
-    if not (loads if fmt.keeps_hi else readers):
-        return
-    first = loads[0] if fmt.keeps_hi else placeholders(editor.graph)[-1].next
-    with editor.graph.inserting_before(first):
-        (value,) = editor.inline(
-            fmt.join, state.placeholder, *state.auxiliaries, elementwise=fmt.is_elementwise
-        )
-        rounded = value if fmt.keeps_hi else editor.convert(value, state.placeholder.meta["val"].dtype)
-    for load in loads:
-        load.replace_all_uses_with(value)
-    if not fmt.keeps_hi:
-        for reader in readers:
-            reader.replace_input_with(state.placeholder, rounded)
 
 
 def _give_up_hi(editor: GraphEditor, placeholder: Node) -> None:

@@ -30,6 +30,7 @@ import collage_fx
 from collage_fx import assign, backend_of, full_value, install, offload, step_in_backward
 from collage_fx.errors import CollageError
 from tests.support.processes import Processes
+from tests.support.training import Descent
 
 SHAPES = ((64, 64), (33,), (8, 3, 3, 3), (1,), (64, 64), (128, 16))
 STEPS, RESUMED = 20, 10
@@ -55,11 +56,8 @@ class Model(nn.ModuleList):
         return torch.stack([each(given) for each, given in zip(self, gradients, strict=True)]).sum()
 
 
-class Branching(Optimizer):
+class Branching(Descent):
     """Adam's recurrences behind a condition on a value, so that its step is recorded."""
-
-    def __init__(self, params: Any, lr: float) -> None:
-        super().__init__(params, {"lr": lr})
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]

@@ -695,7 +695,7 @@ class Compilation:
         self._refuse_lost_values(program)
         example_inputs = [*example_inputs, *_values_behind(program, len(example_inputs))]
         pass_log = PassLog(self.subject, before)
-        self._rewrite(program, before, pass_log)
+        self._rewrite(program, pass_log)
         self._refuse_uncompensated(program)
         is_compensated = bool(program.expansions or program.measured)
         is_rewritten = (
@@ -909,11 +909,11 @@ class Compilation:
         """The passes that the options ask for."""
         return self.options.passes if self.options.strategy != "none" else ANALYSIS
 
-    def _rewrite(self, program: StepProgram, captured: GraphModule, observe: Callable[[Stage], None]) -> None:
+    def _rewrite(self, program: StepProgram, observe: Callable[[Stage], None]) -> None:
         """Run the pipeline on a program."""
         run_pipeline(program, self._pipeline, observe=observe)
         if self.options.strategy == "none" and program.captured is not None:
-            program.move_to(copy_of(captured))
+            program.move_to(copy_of(program.captured))
 
     def _refuse_uncompensated(self, program: StepProgram) -> None:
         """Raise, or warn, for tensors that the passes could not compensate."""

@@ -3,7 +3,7 @@
 from collage_fx.graph.cancellation import find_cancellation, spoils_an_update
 from collage_fx.graph.components import components
 from collage_fx.graph.devices import DEVICES, SUPPORTED, device_facts
-from collage_fx.graph.editor import GraphEditor, read_before_overwriting
+from collage_fx.graph.editor import GraphEditor, read_before_overwriting, read_whole
 from collage_fx.graph.families import ONCE, Repetition, input_name, repeated_graph
 from collage_fx.graph.feedback import copies_read_by, fed_back, new_value
 from collage_fx.graph.invariants import verify
@@ -160,6 +160,7 @@ __all__ = [
     "reached",
     "read_before_overwriting",
     "read_recurrence",
+    "read_whole",
     "readers_of",
     "repeated_graph",
     "rest",

@@ -16,13 +16,16 @@ from collage_fx.graph.nodes import (
     PASS_MARK,
     aten,
     copies_to_inputs,
+    is_conversion,
     is_copy_to_input,
+    is_float32_tensor,
     operator_name,
     placeholders,
     prims,
     tensor_value,
 )
 from collage_fx.graph.operator_facts import is_movement, is_pointwise, passed_operand
+from collage_fx.numerics import ErrorFormat
 from collage_fx.torch_compat import (
     detect_fake_mode,
     fake_like,
@@ -219,6 +222,27 @@ def _signature(arg: Any, *, elementwise: bool) -> Any:
     if elementwise:
         return value.dtype, value.device, (2,) * (value.dim() > 0), (1,) * (value.dim() > 0)
     return value.dtype, value.device, tuple(map(int, value.shape)), tuple(map(int, value.stride()))
+
+
+def read_whole(editor: GraphEditor, hi: Node, auxiliaries: Sequence[Node], fmt: ErrorFormat) -> None:
+    """Make every float32 reader of an input read its whole value: hi and its error terms joined.
+
+    If hi is not kept, all other readers read the whole value in the input's dtype.
+    """
+    readers = [user for user in hi.users if not is_copy_to_input(user)]
+    # float32 state may be converted to other dtypes, too.
+    loads = [user for user in readers if is_conversion(user) and is_float32_tensor(user)]
+    if not (loads if fmt.keeps_hi else readers):
+        return
+    first = loads[0] if fmt.keeps_hi else placeholders(editor.graph)[-1].next
+    with editor.graph.inserting_before(first):
+        (value,) = editor.inline(fmt.join, hi, *auxiliaries, elementwise=fmt.is_elementwise)
+        rounded = value if fmt.keeps_hi else editor.convert(value, hi.meta["val"].dtype)
+    for load in loads:
+        load.replace_all_uses_with(value)
+    if not fmt.keeps_hi:
+        for reader in readers:
+            reader.replace_input_with(hi, rounded)
 
 
 def read_before_overwriting(editor: GraphEditor) -> None:

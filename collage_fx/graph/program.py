@@ -260,7 +260,7 @@ class StepProgram:
         packed: ``(format of signed state, format of never negative state)`` if state is packed; else None.
         takes_float32: whether float32 parameters and their state are among ``states``, because state is to be
             packed or its bytes are limited.
-        captured: a copy of the graph as captured if the step is measured; else None.
+        captured: a copy of the graph before any pass if the step is measured; else None.
         states: set by ``analyze``.
         reads: set by ``allocate``.
         left_out: failures of optional passes and steps of the lowering, without which the step is compiled.

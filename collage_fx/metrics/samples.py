@@ -23,11 +23,10 @@ from collage_fx.graph import (
     StepProgram,
     copies_to_inputs,
     draws,
-    is_conversion,
     is_elementwise,
-    is_float32_tensor,
     is_pointwise,
     placeholders,
+    read_whole,
     size_argument,
     stored,
     takes_strides,
@@ -35,7 +34,6 @@ from collage_fx.graph import (
     unconverted,
 )
 from collage_fx.metrics.rows import places
-from collage_fx.numerics import ErrorFormat
 from collage_fx.runtime import bind
 from collage_fx.torch_compat import real_tensors
 
@@ -198,9 +196,9 @@ class _Whole:
         self._terms = {
             each.position: self._added(each.position, each.auxiliaries) for each in program.expansions
         }
-        self._first = next(node for node in self._editor.graph.nodes if node.op != "placeholder")
         for each in program.expansions:
-            self._join(each.position, each.error_format)
+            hi, terms = self._inputs[each.position], self._terms[each.position]
+            read_whole(self._editor, hi, terms, each.error_format)
 
     def _added(self, position: int, auxiliaries: Sequence[Node]) -> list[Node]:
         """Add inputs for the error terms of an input."""
@@ -212,21 +210,6 @@ class _Whole:
             self._sources[node] = position, i
             added.append(node)
         return added
-
-    def _join(self, position: int, fmt: ErrorFormat) -> None:
-        """Make float32 readers of an input read its whole value; all readers, if hi is not kept."""
-        hi = self._inputs[position]
-        readers = [user for user in hi.users if user not in self._stores.values()]
-        with self._editor.graph.inserting_before(self._first):
-            (whole,) = self._editor.inline(
-                fmt.join, hi, *self._terms[position], elementwise=fmt.is_elementwise
-            )
-            rounded = whole if fmt.keeps_hi else self._editor.convert(whole, hi.meta["val"].dtype)
-        for reader in readers:
-            if is_conversion(reader) and is_float32_tensor(reader):
-                reader.replace_all_uses_with(whole)
-            elif not fmt.keeps_hi:
-                reader.replace_input_with(hi, rounded)
 
     def intended(self, state: StateTensor) -> Node:
         """Return the value that the step stores, before it is rounded."""
@@ -270,8 +253,7 @@ class _Sample(NamedTuple):
 
     def is_made_by(self, node: Node) -> bool:
         """Return whether a node's elements are made of its operands' elements at the same indices."""
-        value = tensor_value(node)
-        if value is None or value.shape != self.shape or node.op != "call_function":
+        if node.op != "call_function" or not self.has(tensor_value(node)):
             return False
         if draws(node.target) or not is_elementwise(node):
             return False
@@ -335,6 +317,10 @@ class _Sampling:
     def _needed(self) -> tuple[Mapping[Node, dict[_Sample, None]], set[Node], set[Node]]:
         """Return the needed samples of each node, whole nodes, and operations on numbers."""
         parts, whole, numbers = defaultdict[Node, dict[_Sample, None]](dict), set[Node](), set[Node]()
+
+        def need(operand: Node) -> None:
+            (numbers if _is_made_of_numbers(operand) else whole).add(operand)
+
         for node, sample in self._wanted:
             parts[node][sample] = None
         for node in reversed(self._gm.graph.nodes):
@@ -346,10 +332,10 @@ class _Sampling:
                     if sample.has(tensor_value(operand)):
                         parts[operand][sample] = None
                     else:
-                        (numbers if _is_made_of_numbers(operand) else whole).add(operand)
+                        need(operand)
             if node in numbers:
                 for operand in node.all_input_nodes:
-                    (numbers if _is_made_of_numbers(operand) else whole).add(operand)
+                    need(operand)
             if node in whole:
                 whole.update(node.all_input_nodes)
         return parts, whole, numbers
@@ -408,9 +394,8 @@ def _is_made_of_numbers(node: Node) -> bool:
     operands = map(tensor_value, node.all_input_nodes)
     return (
         node.op == "call_function"
-        and is_pointwise(node.target)
-        and not draws(node.target)
         and _broadcasts(node)
+        and not draws(node.target)
         and all(each is not None and not each.dim() for each in (tensor_value(node), *operands))
     )
 

@@ -1182,7 +1182,7 @@ def test_what_is_recorded_is_compiled_where_dynamo_is_told_not_to() -> None:
 
 
 def test_single_steps_that_are_recorded_are_one_recording() -> None:
-    """What it has traced serves the next one; a step that is recorded for good is another."""
+    """Single steps share what the first has traced; a step that is recorded for good shares nothing."""
     torch._dynamo.reset()
     low, high = twins(torch.optim.SGD, [(4, 3)])
     step, found = compiled(low), []

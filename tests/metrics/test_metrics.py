@@ -390,11 +390,8 @@ def test_sizes_are_exact(dtype: torch.dtype) -> None:
     assert size_bin(hi[:1], -hi[:1], torch.tensor([math.nan]), dtype).item() == len(OCTAVES)
 
 
-class Scaled(Optimizer):
+class Scaled(Descent):
     """Each row by its own norm, the whole by the tensor's: elements, rows and a number are joined."""
-
-    def __init__(self, params: Any, lr: float) -> None:
-        super().__init__(params, {"lr": lr})
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
@@ -459,11 +456,12 @@ def test_packed_state_is_read_as_the_step_reads_it(options: dict[str, Any]) -> N
         assert quality.edq_ratio == pytest.approx(1, abs=0.01)
 
 
-class Noisy(Optimizer):
+class Noisy(Descent):
     @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        for p in self.param_groups[0]["params"]:
-            p.add_(p.grad + torch.randn_like(p), alpha=-Momentum.lr)
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]  # torch overloads it
+        for group in self.param_groups:
+            for p in group["params"]:
+                p.add_(p.grad + torch.randn_like(p), alpha=-group["lr"])
 
 
 def test_measuring_draws_no_numbers_of_the_step() -> None:
@@ -471,7 +469,7 @@ def test_measuring_draws_no_numbers_of_the_step() -> None:
     for metrics in (False, True):
         torch.manual_seed(0)
         params = parameters(shapes=[(9, 7)])
-        step = torch.compile(Noisy(params, {}).step, backend=CollageBackend(metrics=metrics))
+        step = torch.compile(Noisy(params).step, backend=CollageBackend(metrics=metrics))
         run_steps(step, params, range(3))
         found.append(torch.cat([params[0].detach().float().flatten(), torch.rand(1)]))
     assert torch.equal(*found)
