@@ -37,6 +37,8 @@ from collage_fx import (
 from collage_fx.choices import ErrorFormatName
 from collage_fx.errors import InvalidOptionError, UnsupportedTensorError
 from collage_fx.numerics import ERROR_FORMATS
+from collage_fx.torch_compat import records
+from collage_fx.wings.full_precision import _Chosen
 from tests.support.memory import left, peak
 from tests.support.processes import Processes
 
@@ -441,6 +443,7 @@ def test_removal_and_context() -> None:
         assert torch.equal(of(tokens), changed)
     assert torch.equal(of(tokens), before)
     assert not any("forward" in vars(each) for each in of.modules())
+    assert not {module for module, _ in records.all_of(_Chosen)} & {*of.modules()}
 
 
 def test_a_forward_that_another_program_has_put_there() -> None:

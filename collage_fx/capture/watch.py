@@ -948,7 +948,6 @@ def _take_over_or_refuse(optimizer: Optimizer, name: str, owner: Optimizer | Non
     """Compensate an optimizer's steps if the owner of its parameters holds it; else refuse them."""
     requested = _requested(owner)
     if requested is not None and optimizer in held_optimizers(owner):
-        records.of(optimizer, _Asked).requested = requested
         reason = f"{type(owner).__name__}, which holds it, calls them outside of its own step"
         record(optimizer, requested.request, reason)
         return

@@ -24,7 +24,7 @@ from collage_fx.graph.nodes import (
     prims,
     tensor_value,
 )
-from collage_fx.graph.operator_facts import is_movement, is_pointwise, passed_operand
+from collage_fx.graph.operator_facts import is_pointwise, passed_operand
 from collage_fx.numerics import ErrorFormat
 from collage_fx.torch_compat import (
     detect_fake_mode,
@@ -270,10 +270,8 @@ def read_before_overwriting(editor: GraphEditor) -> None:
 
 def _memory_read(node: Node) -> Node:
     """Return the node whose memory a compiler may read for a node: copies and views are its operand's."""
-    while (operand := passed_operand(node)) is not None or (
-        len(node.all_input_nodes) == 1 and is_movement(node)
-    ):
-        node = node.all_input_nodes[0] if operand is None else operand
+    while (operand := passed_operand(node)) is not None:
+        node = operand
     return node
 
 

@@ -114,7 +114,8 @@ class Mutant:
 def mutants_of(path: Path, source: str, lines: Collection[int]) -> list[Mutant]:
     """Return the mutants of a file in some of its lines, but for those that no test can or need tell.
 
-    Annotations, docstrings, decorators, assertions and what is raised are left alone.
+    Annotations, docstrings, decorators, assertions and what is raised are left alone, as are ``strict`` of
+    ``zip``, an assertion too, and the number of digits of a digest: any will do.
     """
     tree = ast.parse(source)
     spared, functions = _spared(tree), _functions(tree)
@@ -147,6 +148,10 @@ def _spared(tree: ast.Module) -> list[tuple[Position, Position]]:
             spans += node.decorator_list
         elif isinstance(node, (ast.arg, ast.AnnAssign)):
             spans.append(node.annotation)
+        elif isinstance(node, ast.keyword) and node.arg == "strict" and isinstance(node.value, ast.Constant):
+            spans.append(node.value)
+        elif isinstance(node, ast.Subscript) and "hexdigest" in ast.unparse(node.value):
+            spans.append(node.slice)
         elif isinstance(node, (ast.Raise, ast.Assert)) or (
             isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
         ):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 import tarfile
+import urllib.error
 import urllib.request
 from importlib.metadata import distribution
 from pathlib import Path
@@ -40,7 +41,11 @@ def _downloaded(suite: Suite, folder: Path) -> Path:
         return path
     if suite.archive is not None:
         partly = path.with_suffix(".partly")
-        urllib.request.urlretrieve(suite.archive.format(release=suite.version), partly)
+        address = suite.archive.format(release=suite.version)
+        try:
+            urllib.request.urlretrieve(address, partly)
+        except urllib.error.URLError as error:
+            raise SystemExit(f"{address} cannot be read ({error}): put it at {path} by hand") from error
         partly.rename(path)
         return path
     wanted = f"{suite.package}=={suite.version}"

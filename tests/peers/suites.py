@@ -68,7 +68,8 @@ SUITES = (
         ("test",),
         release="3.2.0",
         archive="https://github.com/HomebrewML/HeavyBall/archive/refs/tags/v{release}.tar.gz",
-        members=("test/",),
+        members=("test/", "scripts/"),
+        cpu_for_cuda=True,
     ),
     Suite(
         "torchao",

@@ -206,6 +206,35 @@ def test_elements_that_a_replacement_leaves_alone_keep_their_error_terms() -> No
     assert torch.all((full_value(state["exp_avg_sq"]) - 0.999 * expected).abs() <= expected.abs() * 2.0**-22)
 
 
+class SharedAverage(Descent):
+    """An average that belongs to no parameter, under a name of its own."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        (p,) = self.param_groups[0]["params"]
+        shared = self.state["shared"]  # type: ignore[index]
+        if not shared:
+            shared["average"] = torch.zeros_like(p)
+        shared["average"].mul_(0.999).add_(p.grad, alpha=0.001)
+        p.add_(shared["average"], alpha=-self.param_groups[0]["lr"])
+
+
+def test_state_of_no_parameter_that_is_replaced_keeps_its_error_terms() -> None:
+    runs = []
+    for is_replaced in (False, True):
+        params = parameters(shapes=[(64, 64)])
+        optimizer = SharedAverage(params)
+        step = compiled(optimizer, strategy="full")
+        shared = optimizer.state["shared"]  # type: ignore[index]
+        for seed in range(4):
+            run_steps(step, params, [seed])
+            assert error_terms(shared["average"])[0].any()
+            if is_replaced and seed:
+                shared["average"] = shared["average"].clone()
+        runs.append(full_value(params[0]))
+    assert torch.equal(*runs)
+
+
 def replaced_parameter(old: Tensor, rows: int) -> Parameter:
     return Parameter(torch.cat([old.detach(), torch.zeros(rows, *old.shape[1:], dtype=old.dtype)]))
 

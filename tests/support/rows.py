@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from fnmatch import fnmatch
 from pathlib import Path
 
 
 def rows(page: str) -> dict[str, list[str]]:
-    """Return the table "You touched": file, or folder with a slash at the end -> tests."""
+    """Return the table "You touched": file, pattern of files, or folder with a slash at the end -> tests."""
     table: dict[str, list[str]] = {}
     for line in page.partition("## You touched")[2].partition("\n## ")[0].splitlines():
         cells = [cell.strip() for cell in line.strip("|").split("|")]
@@ -18,7 +19,7 @@ def rows(page: str) -> dict[str, list[str]]:
 
 
 def row_of(path: Path, table: Mapping[str, list[str]]) -> list[str]:
-    """Return the tests of a file's row, or of its folder's; none if there is no row."""
+    """Return the tests of a file's row, or of the first pattern or folder that it fits; none if none does."""
     name = path.as_posix()
-    folders = (tests for key, tests in table.items() if key.endswith("/") and name.startswith(key))
-    return table.get(name) or next(folders, [])
+    around = (tests for key, tests in table.items() if fnmatch(name, f"{key}*" if key.endswith("/") else key))
+    return table.get(name) or next(around, [])
