@@ -36,6 +36,13 @@ class CFunction:
     library: ctypes.CDLL
 
 
+class _Options(cpp_builder.CppTorchOptions):
+    """Inductor's options, without torch's libraries: our sources call none, and linking reads them all."""
+
+    def get_libraries(self) -> list[str]:
+        return [each for each in super().get_libraries() if not each.startswith(("torch", "c10"))]
+
+
 def load_cpp_library(source: str, flags: Sequence[str] = ()) -> ctypes.CDLL:
     """Compile ``extern "C"`` functions by Inductor's compiler and flags, or load them from its cache folder.
 
@@ -51,7 +58,7 @@ def load_cpp_library(source: str, flags: Sequence[str] = ()) -> ctypes.CDLL:
         torch._inductor.exc.CppCompileError: the compiler refuses the source.
         torch._inductor.exc.InvalidCxxCompiler: there is no compiler.
     """
-    options = cpp_builder.CppTorchOptions(extra_flags=flags)
+    options = _Options(extra_flags=flags)
     command = cpp_builder.CppBuilder("library", "source", options).get_command_line()
     text = f"// For a processor with {processor_features()}\n// {command}\n{source}"
     folder, name = Path(_cache_folder(), "collage_fx"), hashlib.sha256(text.encode()).hexdigest()[:32]
