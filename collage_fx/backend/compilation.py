@@ -601,9 +601,7 @@ class Compilation:
         if self.recorded or info.tensor is None or not is_low_precision_tensor(node):
             return ""
         piece = local_tensor(info.tensor)
-        if isinstance(info.tensor, torch.nn.Parameter) or not has_storage(piece):
-            return ""
-        adopted = self._adopted.get(storage_of(piece), ())
+        adopted = self._adopted.get(storage_of(piece), ()) if has_storage(piece) else ()
         is_whole = any(is_same_memory(local_tensor(each.tensor), piece) for each in adopted)
         return "" if is_whole or not adopted or record_of(info.tensor) is not None else adopted[0].name
 
