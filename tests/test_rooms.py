@@ -640,7 +640,6 @@ TABLES = {
     ("torch_compat/patch_optimizers.py", "tracing_whole"): "of a thread: how Dynamo traces now",
     ("torch_compat/patching.py", "_entered"): "of a thread: patches that it has entered",
     ("torch_compat/patching.py", "_layers"): "what this package has replaced in torch",
-    ("torch_compat/patch_conversions.py", "_given"): "code objects, which are equal if they do the same",
     ("lowering/kernels.py", "_made"): "compiled kernels by rule",
     ("optim/__init__.py", "_made"): "classes by class",
     ("state/checkpoint.py", "_carried_along"): "who has something to say in files",

@@ -233,17 +233,17 @@ def _switched(step: Callable[..., Any]) -> Callable[..., Any]:
             begun[0].end(None)
         return result
 
-    _switches.add(switched.__code__)
+    records.put(switched.__code__, _IsSwitch())
     return switched
 
 
-#: Code of the functions that :func:`_switched` makes.
-_switches: set[CodeType] = set()
+class _IsSwitch:
+    """Part of the record of code: it is that of the functions that :func:`_switched` makes."""
 
 
 def is_switch(code: CodeType) -> bool:
     """Return whether code belongs to the wrapper around ``step`` that records it."""
-    return code in _switches
+    return records.has(code, _IsSwitch)
 
 
 def switch(optimizer: Optimizer) -> bool:
@@ -306,7 +306,7 @@ def beginning_here(request: Request, reason: str, *, level: int = logging.INFO) 
     Returns:
         function that begins the recording of this step, which ends with the step.
     """
-    variables = variables_on_the_stack(_switches)
+    variables = variables_on_the_stack(is_switch)
     if variables is None or variables["begun"]:
         return None
     optimizer, begun = variables["self"], variables["begun"]

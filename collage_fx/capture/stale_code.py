@@ -27,11 +27,11 @@ class CompiledCode:
     """Code that has been compiled for a call of ``torch.compile``, or for a part of a recorded step.
 
     Attributes:
-        codes: the code objects of the functions that Dynamo has converted for it.
+        codes: the code objects of the functions that Dynamo has converted for it, by ``id``.
         is_stale: whether a tensor that it writes without error terms has got some.
     """
 
-    codes: set[CodeType] = field(default_factory=set)
+    codes: dict[int, CodeType] = field(default_factory=dict)
     is_stale: bool = False
 
 

@@ -53,7 +53,7 @@ from __future__ import annotations
 import inspect
 import logging
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -157,6 +157,7 @@ from collage_fx.torch_compat import (
     is_torchs_step,
     is_traced_whole,
     is_traced_without_wrapper,
+    key_of_code,
     local_tensor,
     own_step,
     records,
@@ -397,7 +398,7 @@ def _within_conversion(compiler: Any, code: CodeType, variables: Mapping[str, An
         if stepped is not None:
             stack.enter_context(show_progress(type(stepped).__name__, log=is_step_wrapper(code)))
         compiled = records.of(compiler, CompiledCode)
-        compiled.codes.add(code)
+        compiled.codes[id(code)] = code
         stack.enter_context(compiling_for(compiled))
         token = _conversion.set(_Conversion(stack, torch.is_grad_enabled()))
         stack.callback(_conversion.reset, token)
@@ -494,7 +495,7 @@ def _before_call(compiler: Any) -> None:
     compiled = records.find(compiler, CompiledCode)
     if compiled is not None and compiled.is_stale:
         records.drop(compiler, CompiledCode)
-        for code in compiled.codes:
+        for code in compiled.codes.values():
             drop_code(code)
     for optimizer in records.find(compiler, _Stepped) or ():
         if not is_recorded(optimizer):  # recorded steps check for themselves
@@ -512,9 +513,9 @@ def _is_at_limit(subject: Optimizer | CodeType, code: CodeType) -> bool:
     return _done(subject, code) >= dynamo_recompile_limit() * (1 if is_a_step else COMPILATIONS)
 
 
-def _compilation_key(subject: Optimizer | CodeType, code: CodeType) -> tuple[CodeType, int]:
+def _compilation_key(subject: Optimizer | CodeType, code: CodeType) -> tuple[Hashable, int]:
     """Return the key to count compilations by; loading an optimizer starts a new count."""
-    return code, times_loaded(subject) if isinstance(subject, Optimizer) else 0
+    return key_of_code(code), times_loaded(subject) if isinstance(subject, Optimizer) else 0
 
 
 def _subjects(code: CodeType, variables: Mapping[str, Any]) -> list[Optimizer | CodeType]:

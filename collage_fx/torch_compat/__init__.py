@@ -105,6 +105,7 @@ try:
         is_step_wrapper,
         is_torchs_step,
         is_traced_without_wrapper,
+        key_of_code,
         optimizer_being_stepped,
         original_class,
         running_call,

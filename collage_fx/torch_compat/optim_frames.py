@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 import sys
-from collections.abc import Callable, Container, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from types import CodeType, FunctionType, MethodType
 from typing import Any, NamedTuple
 
@@ -203,12 +203,24 @@ def possible_steps_on_the_stack() -> Iterator[tuple[CodeType, Mapping[str, Any]]
         frame = frame.f_back  # type: ignore[assignment]
 
 
-def variables_on_the_stack(codes: Container[CodeType]) -> Mapping[str, Any] | None:
-    """Return the variables of Python's innermost frame that runs one of these codes; None if none does."""
+def variables_on_the_stack(is_asked_for: Callable[[CodeType], bool]) -> Mapping[str, Any] | None:
+    """Return the variables of Python's innermost frame whose code is asked for; None if there is none."""
     frame: Any = sys._getframe()
-    while frame is not None and frame.f_code not in codes:
+    while frame is not None and not is_asked_for(frame.f_code):
         frame = frame.f_back
     return None if frame is None else frame.f_locals
+
+
+def key_of_code(code: CodeType) -> Hashable:
+    """Return a key of code, the same for functions that do the same.
+
+    Code that Dynamo has written may hold constants that have no hash: then it is the ``id``.
+    """
+    try:
+        hash(code)
+    except TypeError:
+        return id(code)
+    return code
 
 
 def is_in_torchs_optimizer(code: CodeType) -> bool:

@@ -13,7 +13,6 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from types import CodeType
 from typing import Any
-from weakref import WeakSet
 
 import torch
 from torch import Tensor
@@ -24,6 +23,7 @@ from torch._dynamo.resume_execution import TORCH_DYNAMO_RESUME_IN_PREFIX
 from torch._dynamo.types import ConvertFrameReturn
 from torch.optim import Optimizer
 
+from collage_fx.torch_compat import records
 from collage_fx.torch_compat.dynamo_trace import (
     ConvertAgain,
     RunEagerly,
@@ -203,7 +203,8 @@ def watch_conversions(watch: Watch) -> None:
             if not watch.is_watched(backend):
                 return convert
             if (function := _given_to_compile()) is not None:
-                _given.update(codes_of(function))
+                for code in codes_of(function):
+                    records.put(code, _IsGiven())
                 watch.handed_over(backend, keywords, function)
             return _Watched(convert, watched)
 
@@ -346,7 +347,7 @@ def _may_update(code: CodeType, variables: Mapping[str, Any]) -> bool:
     is_method = optimizer_of_method(code, variables) is not None and not is_in_torchs_optimizer(code)
     holder = variables.get(code.co_varnames[0]) if code.co_varnames else None
     is_own = hasattr(type(holder), code.co_name) and not isinstance(holder, Optimizer)
-    holds = code in _given or is_own
+    holds = records.has(code, _IsGiven) or is_own
     held = pytree.tree_leaves(list(getattr(holder, "__dict__", {}).values())) if holds else []
     is_holders = any(isinstance(each, Optimizer | torch.nn.Parameter) for each in held)
     return is_method or is_holders or code.co_name.startswith(TORCH_DYNAMO_RESUME_IN_PREFIX)
@@ -365,8 +366,8 @@ def _may_be_empty(watch: Watch, request: Any, code: CodeType, variables: Mapping
     return _may_update(code, variables) and not is_in_torchs_optimizer(code)
 
 
-#: Code of the functions that ``torch.compile`` was given with this backend.
-_given: WeakSet[CodeType] = WeakSet()
+class _IsGiven:
+    """Part of the record of code: ``torch.compile`` was given its function with this backend."""
 
 
 def dynamo_recompile_limit() -> int:

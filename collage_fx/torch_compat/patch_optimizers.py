@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
-from types import CodeType
 from typing import Any, NamedTuple
 
 import torch
@@ -16,7 +15,7 @@ from torch._dynamo.symbolic_convert import InstructionTranslator
 
 from collage_fx.torch_compat import records
 from collage_fx.torch_compat.dynamo_trace import output_being_traced
-from collage_fx.torch_compat.optim_frames import is_of_torch_optim, is_torchs_step
+from collage_fx.torch_compat.optim_frames import is_of_torch_optim, is_torchs_step, key_of_code
 from collage_fx.torch_compat.patch_graph_breaks import SHAPES_OF_BREAKS
 from collage_fx.torch_compat.patching import Patch
 from collage_fx.torch_compat.tensors import is_guarded_by_identity
@@ -200,7 +199,7 @@ class _Traced:
     """
 
     is_for_us: bool = False
-    seen: dict[tuple[CodeType, str], Any] = field(default_factory=dict)
+    seen: dict[tuple[Hashable, str], Any] = field(default_factory=dict)
 
 
 @dataclass(eq=False)
@@ -235,7 +234,8 @@ def _by_optimizer(process: Callable[..., Any]) -> Callable[..., Any]:
         trace = records.find(tx.output, _Trace)
         if trace is None or trace.first is None:
             return process(tx, name, entry, **keywords)
-        seen = records.of(trace.first, _Traced).seen.setdefault((tx.f_code, name), replace(entry))
+        read = key_of_code(tx.f_code), name
+        seen = records.of(trace.first, _Traced).seen.setdefault(read, replace(entry))
         seen |= entry
         place = name.removesuffix(".item()")  # of a number of NumPy's
         if isinstance(entry.scalar, (int, float)) and place in trace.changing:

@@ -125,6 +125,13 @@ def test_no_pattern_of_gradients_is_compiled(make: Make) -> None:
         assert optimizer.state[p].get("step") == oracle.state[q].get("step")
 
 
+@pytest.mark.parametrize("momentum", [0, 0.9])
+def test_whoever_has_had_a_gradient_is_a_member_at_the_first_change(momentum: float) -> None:
+    """With state or without: the second compilation serves all patterns."""
+    _, _, backend = run_patterns(lambda ps: torch.optim.SGD(ps, lr=1e-3, momentum=momentum), [63, 62, 31, 42])
+    assert len(backend.report().graphs) == 2
+
+
 @pytest.mark.parametrize("seed", range(3))
 def test_steps_have_the_bits_of_those_compiled_for_their_pattern(seed: int) -> None:
     draw = random.Random(seed)

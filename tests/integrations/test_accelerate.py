@@ -11,6 +11,7 @@ from torch.optim import AdamW
 from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import DataLoader
 
+from collage_fx import install
 from tests.support.replay import KEPT, Kept, Replay
 from tests.support.training import compiled, differences, everything, set_as_own_step
 
@@ -77,3 +78,13 @@ def test_it_is_compensated_and_resumed_to_the_bit(kept: Kept, tmp_path: Path) ->
 def test_its_bits_are_those_of_the_compiled_step(kept: Kept, tmp_path: Path) -> None:
     ours, by_hand = (train(tmp_path, kept, by_hand=by_hand) for by_hand in (False, True))
     assert not differences(everything(ours.optimizer), everything(by_hand.optimizer))
+
+
+def test_a_wrapper_that_keeps_the_step_for_a_scaler_calls_the_installed_one() -> None:
+    accelerate.Accelerator(cpu=True)
+    inner = torch.optim.SGD([torch.nn.Parameter(torch.zeros(3, dtype=torch.bfloat16))], lr=1e-3)
+    wrapper = accelerate.optimizer.AcceleratedOptimizer(inner, scaler=torch.amp.GradScaler("cpu"))
+    install(wrapper)
+    assert wrapper._optimizer_original_step_method == inner.step
+    kept = [each.cell_contents for each in wrapper._optimizer_patched_step_method.__closure__]
+    assert inner.step in kept

@@ -394,3 +394,12 @@ def test_overwriting_a_parameter_and_resetting_makes_the_value_exact() -> None:
     assert torch.all(left <= 2.0**-9 * 4)  # half an ulp of the old values, all of them below 4
     collage_fx.reset_error_terms(p)
     assert torch.equal(full_value(p), torch.ones(4, dtype=torch.float64))
+
+
+@pytest.mark.parametrize("fmt", ERROR_FORMATS.values(), ids=lambda fmt: fmt.name)
+def test_a_step_reads_zeros_like_the_buffers_of_a_record(fmt: Any) -> None:
+    """As many, of the same dtypes, and worth nothing: a tensor that has no error terms is read with them."""
+    hi = torch.randn(64).bfloat16()
+    zeros, buffers = fmt.zeros(hi), ensure_record(hi.clone(), fmt, name="hi").use("hi")
+    assert [(each.dtype, each.shape) for each in zeros] == [(each.dtype, each.shape) for each in buffers]
+    assert torch.equal(fmt.join(hi, *zeros[: len(fmt.auxiliaries(hi))]), hi.float())
