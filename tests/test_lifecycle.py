@@ -24,6 +24,7 @@ from torch.optim.lr_scheduler import CosineAnnealingLR
 import collage_fx
 from collage_fx import CollageBackend, error_terms, full_value
 from collage_fx.errors import CheckpointMismatchError
+from collage_fx.lowering.kernels import _made
 from collage_fx.state.checkpoint import PREFIX, SHARED, PickledRecord, _carried
 from tests.support import resume
 from tests.support.race import Race
@@ -328,6 +329,18 @@ def resident_bytes() -> int:
     gc.collect()
     pages = int(Path("/proc/self/statm").read_text().split()[1])
     return pages * os.sysconf("SC_PAGE_SIZE")
+
+
+def test_resetting_the_compiler_forgets_kernels() -> None:
+    """They are shared by all steps, and make the second optimizer's quicker: ``reset`` is for those who time it."""
+    params = parameters()
+    step = compiled(Descent(params))
+    run_steps(step, params, range(1))
+    assert _made
+    torch.compiler.reset()
+    assert not _made
+    run_steps(step, params, range(1))
+    assert _made
 
 
 @pytest.mark.parametrize("same_shapes", [True, False])
