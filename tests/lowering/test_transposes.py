@@ -184,7 +184,10 @@ def test_a_transposed_value_is_viewed_in_another_shape() -> None:
 
 def test_a_value_in_another_order_than_promised_is_copied_before_a_view() -> None:
     """The sum is in the order of ``x.t()`` for eager torch, so that its transpose is a flat vector in memory."""
-    function: Callable[[Tensor, Tensor], Tensor] = lambda x, y: (x.t() + y).t().view(-1) * 2.0  # noqa: E731
+
+    def function(x: Tensor, y: Tensor) -> Tensor:
+        return (x.t() + y).t().view(-1) * 2.0
+
     x, y = torch.arange(12.0).view(3, 4), torch.arange(12.0).view(4, 3)
     made = in_order_of_memory(graph_of(function, x, y))
     assert torch.equal(made(x, y), function(x, y))
