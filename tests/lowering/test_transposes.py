@@ -183,7 +183,7 @@ def test_a_transposed_value_is_viewed_in_another_shape() -> None:
 
 
 def test_a_value_in_another_order_than_promised_is_copied_before_a_view() -> None:
-    """The sum is in the order of ``x.t()`` for eager torch, so that its transpose is a flat vector in memory."""
+    """Eager torch's sum is in the order of ``x.t()``, so that its transpose is a flat vector in memory."""
 
     def function(x: Tensor, y: Tensor) -> Tensor:
         return (x.t() + y).t().view(-1) * 2.0

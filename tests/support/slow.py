@@ -16,8 +16,8 @@ A usual run, as in continuous integration, has almost every test function but on
 * tests marked with pytest.mark.prose: they compile, or build, what a document shows, to see that it is true.
 * two thirds, drawn from their names, of the tests marked with pytest.mark.rotating. The third that runs is
   another one each day; `--third N` runs the N-th, 0 to 2, and the header of a run says which third ran.
-* likewise two thirds of the files IN_TURN, which take half a minute or more, but where files or folders are
-  named.
+* likewise two thirds of the files IN_TURN, which take a quarter of a minute or more, but where files or
+  folders are named.
 
 Tests that are marked are not in slow.txt.
 
@@ -64,10 +64,13 @@ MARKS = (*LEFT_OUT, ROTATING)
 IN_TURN = tuple(
     f"tests/{name}.py"
     for name in (
-        *("graph/test_read_order", "integrations/test_deepspeed", "lowering/test_launches"),
-        *("lowering/test_schedule", "lowering/test_triton_step", "test_full_precision_forward"),
-        *("test_gpu_counts", "test_gradient_release", "test_optim_db", "test_packed_float32"),
-        *("test_packed_state", "test_parallel", "test_peer_formats", "test_weight_changes"),
+        *("capture/test_fused", "capture/test_recorded_programs", "graph/test_read_order"),
+        *("integrations/test_by_name", "integrations/test_deepspeed", "lowering/test_launches"),
+        *("lowering/test_schedule", "lowering/test_stacks", "lowering/test_triton_step", "test_budgets"),
+        *("test_cli", "test_dtypes", "test_full_precision_forward", "test_gpu_counts", "test_gpu_kernels"),
+        *("test_gradient_release", "test_optim_db", "test_packed_float32", "test_packed_state"),
+        *("test_parallel", "test_peer_formats", "test_sharded", "test_unit_scaled", "test_update_error"),
+        *("test_weight_changes", "tools/test_gpu_code"),
     )
 )
 
