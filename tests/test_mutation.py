@@ -53,6 +53,15 @@ def test_faults_are_in_code_that_runs_alone() -> None:
     assert "\n    pass\n    if value > 7" in deleted.text(SOURCE)
 
 
+def test_what_zip_asserts_is_no_fault_and_an_option_of_the_same_name_is() -> None:
+    source = (
+        "def f(a: object) -> object:\n    zip(a, strict=True)\n    report(a, strict=True)\n    return a\n"
+    )
+    found = {(each.line, each.operator) for each in mutants_of(PATH, source, range(1, 5))}
+    assert (3, "ReplaceTrueWithFalse") in found
+    assert (2, "ReplaceTrueWithFalse") not in found
+
+
 def test_faults_are_in_changed_lines_alone() -> None:
     assert {each.line for each in mutants_of(PATH, SOURCE, {6, 7, 8, 13})} == {13}
 

@@ -601,7 +601,7 @@ class Compilation:
         if self.recorded or info.tensor is None or not is_low_precision_tensor(node):
             return ""
         piece = local_tensor(info.tensor)
-        adopted = self._adopted.get(storage_of(piece), ()) if has_storage(piece) else ()
+        adopted = self._adopted_around(piece)
         is_whole = any(is_same_memory(local_tensor(each.tensor), piece) for each in adopted)
         return "" if is_whole or not adopted or record_of(info.tensor) is not None else adopted[0].name
 
@@ -610,7 +610,7 @@ class Compilation:
         if isinstance(tensor, torch.nn.Parameter) or id(tensor) in self.known:
             return tensor
         piece = local_tensor(tensor)
-        adopted = self._adopted.get(storage_of(piece), ()) if has_storage(piece) else ()
+        adopted = self._adopted_around(piece)
         owners = (each.tensor for each in adopted if is_same_memory(local_tensor(each.tensor), piece))
         return next(owners, tensor)
 
@@ -650,7 +650,7 @@ class Compilation:
             if tensor is not None and node not in stores and is_low_precision_tensor(node):
                 piece = local_tensor(tensor)
                 is_parameter = isinstance(tensor, torch.nn.Parameter)
-                if is_parameter or (has_storage(piece) and storage_of(piece) in self._adopted):
+                if is_parameter or self._adopted_around(piece):
                     found.add(position)
         return frozenset(found)
 
@@ -658,6 +658,10 @@ class Compilation:
     def _adopted(self) -> dict[int, list[KnownTensor]]:
         """Parameters and states of all adopted optimizers, by storage: takes long with many."""
         return adopted_by_storage()
+
+    def _adopted_around(self, piece: torch.Tensor) -> Sequence[KnownTensor]:
+        """Return the parameters and states of adopted optimizers in the storage that a tensor lies in."""
+        return self._adopted.get(storage_of(piece), ()) if has_storage(piece) else ()
 
     # -- Refused, rewritten, lowered, reported
 

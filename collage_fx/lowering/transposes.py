@@ -159,13 +159,13 @@ def _orders_cancel(inner: Node, outer: Node) -> bool:
 def _elements(node: Node) -> list[Node]:
     """Return the operands of an elementwise operation but for numbers, if they have its shape.
 
-    A copy in the usual order is made in no other order. A view names sizes or dimensions, which are others
+    A copy in the usual order is made in no other order. A view may name sizes or dimensions, which are others
     where its operand is transposed, even if it leaves the shape as it is.
     """
     value = tensor_value(node)
     is_view = node.target in RESHAPES or getattr(node.target, "is_view", False)
     is_in_usual_order = node.kwargs.get("memory_format") is torch.contiguous_format
-    if value is None or is_view or is_in_usual_order or not is_elementwise(node):
+    if value is None or (is_view and len(node.args) > 1) or is_in_usual_order or not is_elementwise(node):
         return []
     operands = [each for each in node.all_input_nodes if not is_number(each)]
     return operands if all(each.meta["val"].shape == value.shape for each in operands) else []

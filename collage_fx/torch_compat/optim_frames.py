@@ -10,6 +10,7 @@ from types import CodeType, FunctionType, MethodType
 from typing import Any, NamedTuple
 
 import torch
+from torch.utils.weak import WeakIdRef
 
 RELIED_ON = (
     "torch._dynamo.eval_frame:_TorchDynamoContext.__call__ has callback, fn, compile_wrapper, cleanups, "
@@ -214,12 +215,12 @@ def variables_on_the_stack(is_asked_for: Callable[[CodeType], bool]) -> Mapping[
 def key_of_code(code: CodeType) -> Hashable:
     """Return a key of code, the same for functions that do the same.
 
-    Code that Dynamo has written may hold constants that have no hash: then it is the ``id``.
+    Code that Dynamo has written may hold constants that have no hash: it has a key by identity.
     """
     try:
         hash(code)
     except TypeError:
-        return id(code)
+        return WeakIdRef(code)
     return code
 
 

@@ -148,8 +148,8 @@ def _spared(tree: ast.Module) -> list[tuple[Position, Position]]:
             spans += node.decorator_list
         elif isinstance(node, (ast.arg, ast.AnnAssign)):
             spans.append(node.annotation)
-        elif isinstance(node, ast.keyword) and node.arg == "strict" and isinstance(node.value, ast.Constant):
-            spans.append(node.value)
+        elif isinstance(node, ast.Call) and ast.unparse(node.func) == "zip":
+            spans += [each.value for each in node.keywords]  # strict alone
         elif isinstance(node, ast.Subscript) and "hexdigest" in ast.unparse(node.value):
             spans.append(node.slice)
         elif isinstance(node, (ast.Raise, ast.Assert)) or (

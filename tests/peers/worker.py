@@ -25,9 +25,11 @@ def main() -> int:
 
     job = Job(**json.loads(sys.argv[1]))
     torch.set_num_threads(1)
-    torch._inductor.config.fallback_random = True  # compiled code draws the numbers that eager torch draws
     made = Made(job.install, torch.bfloat16 if job.dtype == "bf16" else None)
     if not job.judges:
+        torch._inductor.config.fallback_random = (
+            True  # compiled code draws the numbers that eager torch draws
+        )
         watch(made)
         if made.dtype is not None:
             inputs_follow_parameters()

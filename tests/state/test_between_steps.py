@@ -9,7 +9,7 @@ import sys
 import warnings
 from collections.abc import Callable, Sequence
 from types import CodeType
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -210,9 +210,9 @@ class SharedAverage(Descent):
     """An average that belongs to no parameter, under a name of its own."""
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]  # torch overloads it
         (p,) = self.param_groups[0]["params"]
-        shared = self.state["shared"]  # type: ignore[index]
+        shared = cast("dict[Any, Any]", self.state)["shared"]  # torch's annotation has tensors as keys
         if not shared:
             shared["average"] = torch.zeros_like(p)
         shared["average"].mul_(0.999).add_(p.grad, alpha=0.001)
@@ -225,7 +225,7 @@ def test_state_of_no_parameter_that_is_replaced_keeps_its_error_terms() -> None:
         params = parameters(shapes=[(64, 64)])
         optimizer = SharedAverage(params)
         step = compiled(optimizer, strategy="full")
-        shared = optimizer.state["shared"]  # type: ignore[index]
+        shared = cast("dict[Any, Any]", optimizer.state)["shared"]
         for seed in range(4):
             run_steps(step, params, [seed])
             assert error_terms(shared["average"])[0].any()
