@@ -397,7 +397,7 @@ PRIVATE_NAMES = (("2026-11-24", 103), ("2026-11-25", 77), ("2026-11-27", 76))
 
 #: A card that isn't there: replaces answers of torch's while a command looks at the code for it, which no
 #: training program does. Its private names are counted apart.
-IMAGINARY, PRIVATE_NAMES_OF_IT = TOOLS / "gpu_code" / "imaginary_cuda.py", 20
+IMAGINARY, PRIVATE_NAMES_OF_IT = TOOLS / "gpu_code" / "imaginary_cuda.py", 19
 
 #: Names with a leading underscore that are not torch's.
 NOT_TORCHS = {
@@ -654,7 +654,7 @@ FEATURES = {
     r"offload": (4,),
     r"in_backward|gradient_release|GradientRelease": (9,),
     r"full_precision": (2,),
-    r"track_changes|changed_weights|[Cc]hanges\b|bitmap": (31, 16, 15),
+    r"track_changes|changed_weights|[Cc]hanges\b|bitmap": (31, 16, 14),
     r"[Mm]etric|measured": (22, 20, 14),
     r"[Dd]ither|phase": (27, 25),
     r"[Rr]ecord(ed|ing|er)\b": (23,),

@@ -597,12 +597,11 @@ def _record_or_refuse(code: CodeType, graph_break: GraphBreak) -> None:
     if optimizer is None:
         _record_or_refuse_function(code, graph_break, request)
         return
-    if not _has_updates_of_concern(request, optimizer):
-        return
+    is_of_concern = _has_updates_of_concern(request, optimizer)
     if graph_break.is_in_closure and is_being_stepped(optimizer):
         return  # what follows the closure is captured by itself
-    if _is_refused(optimizer, strict=request.strict):  # Dynamo may not have traced a line of the step
-        return
+    if is_of_concern and _is_refused(optimizer, strict=request.strict):
+        return  # Dynamo may not have traced a line of the step
     can_be_recorded = is_recordable(optimizer) and not is_being_stepped(optimizer)
     if graph_break.is_around_a_step and not can_be_recorded and graph_break.left is None:
         return  # its own step is like any function that steps an optimizer
@@ -615,6 +614,8 @@ def _record_or_refuse(code: CodeType, graph_break: GraphBreak) -> None:
     begin = beginning_here(request, graph_break.reason)
     if (begin := begin or beginning_in_call(request, graph_break.reason, [optimizer])) is not None:
         raise RunRecorded(begin)
+    if not is_of_concern:
+        return  # its parts are compiled, as by plain torch.compile
     refusal = GraphBreakError(
         f"Dynamo cannot capture the step of {type(optimizer).__name__}, and would run a part "
         f"of it eagerly, without error terms: {graph_break.reason}",

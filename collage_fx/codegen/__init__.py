@@ -1,4 +1,4 @@
-"""Code that this package writes itself: the C++ of a rule's kernel, printed from its graph."""
+"""Code that this package writes itself: the C++ and Triton of a rule's kernel, printed from its graph."""
 
 from collage_fx.codegen.address_tables import (
     CELL,
@@ -21,3 +21,4 @@ from collage_fx.codegen.elements import has_spelling
 from collage_fx.codegen.kernels import FLAGS, flat_kernel, number_kernel
 from collage_fx.codegen.lowerings import REVISION
 from collage_fx.codegen.spellings import NoSpelling
+from collage_fx.codegen.triton_kernels import table_kernel

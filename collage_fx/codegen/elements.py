@@ -30,7 +30,7 @@ from torch import Tensor
 from torch.fx import Graph, Node
 
 from collage_fx.codegen.functions import CONVERT, Function, expression, function_of
-from collage_fx.codegen.spellings import STORED_AS_BITS, NoSpelling
+from collage_fx.codegen.spellings import CPP, STORED_AS_BITS, NoSpelling
 from collage_fx.graph import ELEMENTWISE, tensor_value
 from collage_fx.numerics import (
     BLOCK_CODES,
@@ -124,6 +124,8 @@ class Elements:
     Args:
         graph: graph of the rule: placeholders, operations, ``copy_`` into placeholders; it is edited.
         width: elements per unit of its length: 1, or the elements of a block; 0 for a rule of scalars.
+        writes_roundings: whether a conversion to a low-precision float gets an operand that is rounded: where
+            the conversion itself does not round.
 
     Attributes:
         inputs: placeholders of tensors.
@@ -137,9 +139,9 @@ class Elements:
         early: elements' values that are computed before that is known.
     """
 
-    def __init__(self, graph: Graph, width: int) -> None:
+    def __init__(self, graph: Graph, width: int, *, writes_roundings: bool = True) -> None:
         self.graph, self.width = graph, width
-        _Rewriter(graph).run()
+        _Rewriter(graph, writes_roundings=writes_roundings).run()
         self.inputs = [
             node for node in graph.find_nodes(op="placeholder") if isinstance(node.meta["val"], Tensor)
         ]
@@ -282,7 +284,7 @@ def has_spelling(node: Node) -> bool:
     try:
         if is_rounding(node):
             return _operand(node).meta["val"].dtype in (torch.float32, node.args[1])
-        expression(node, operands, is_number=result.dim() == 0)
+        expression(node, operands, CPP, is_number=result.dim() == 0)
     except NoSpelling:
         return False
     return True
@@ -347,10 +349,10 @@ def _is_on_grid(value: Any, dtype: torch.dtype) -> bool:
 
 
 class _Rewriter:
-    """Replacement of our operators by calls of their eager functions, with every rounding written out."""
+    """Replacement of our operators by calls of their eager functions, with roundings written out."""
 
-    def __init__(self, graph: Graph) -> None:
-        self.graph = graph
+    def __init__(self, graph: Graph, *, writes_roundings: bool) -> None:
+        self.graph, self.writes_roundings = graph, writes_roundings
 
     def run(self) -> None:
         for node in list(self.graph.nodes):
@@ -398,7 +400,7 @@ class _Rewriter:
             return self._call(block_scale, (largest if is_signed else self._root(largest),), node, dtype)
         if target is BLOCK_CODES:
             return self._codes(node, args)
-        if is_rounding(node) and not _is_on_grid(args[0], dtype):
+        if self.writes_roundings and is_rounding(node) and not _is_on_grid(args[0], dtype):
             self._write_rounding(node)
         return None
 

@@ -1,4 +1,4 @@
-"""C++ functions of our operators, written from the traces of their eager definitions in ``numerics/``."""
+"""Functions of our operators, written from the traces of their eager definitions in ``numerics/``."""
 
 from __future__ import annotations
 
@@ -8,19 +8,20 @@ from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import torch
-from torch.fx import Node
+from torch.fx import GraphModule, Node
 
 from collage_fx.codegen.spellings import (
-    CPP_TYPES,
+    CPP,
+    TRITON,
+    Language,
     NoSpelling,
     bare,
-    constant,
-    converted,
     in_register,
     is_small_integer,
     spelled,
 )
 from collage_fx.graph import trace_of
+from collage_fx.numerics import code_of_number_by_fma
 from collage_fx.torch_compat import OpOverload, pytree
 
 aten = torch.ops.aten
@@ -28,11 +29,11 @@ CONVERT = torch.ops.prims.convert_element_type.default
 
 
 class Function(NamedTuple):
-    """C++ function of scalars.
+    """Function of scalars.
 
     Attributes:
         name: name of the function.
-        definition: its C++ text.
+        definition: its text.
         tests: whether it tests if a number is finite, or a NaN: then it is a template, ``name<Finite>``, that
             omits the test if the answer is known.
         is_cut: False if the caller must cut off bits beyond the dtype of the result, a small integer.
@@ -61,16 +62,16 @@ def function_of(
     trace = trace_of(function, dtypes, constants)
     parameters = list(inspect.signature(function).parameters)[: len(dtypes)]
     texts = dict(zip(trace.graph.find_nodes(op="placeholder"), parameters, strict=True))
-    (result,) = pytree.tree_leaves(trace.graph.output_node().args)
+    result = _result_of(trace)
     is_cut = not (is_small_integer(result.meta["val"].dtype) and result.target is CONVERT)
     if not is_cut:
-        (result, _) = result.args
+        (result,) = result.all_input_nodes
     lines = list[str]()
     tests = False
     for node in trace.graph.nodes:
         if node.op != "call_function":
             continue
-        text = _exact_sum(node, texts) or expression(node, texts)
+        text = _exact_sum(node, texts, CPP) or expression(node, texts, CPP)
         if _is_test(node):
             text, tests = f"(Finite || {bare(text)})", True
         if len(node.users) > 1 and node.all_input_nodes:
@@ -84,6 +85,38 @@ def function_of(
     head = f"inline {in_register(result.meta['val'].dtype)} {name}({arguments})"
     template = "template <bool Finite>\n" if tests else ""
     return Function(name, f"{template}{head} {{\n{body}\n}}\n", tests, is_cut)
+
+
+@functools.cache
+def triton_function_of(
+    function: Callable[..., Any], dtypes: tuple[torch.dtype, ...], constants: tuple[Any, ...] = ()
+) -> Function:
+    """Write an elementwise function of tensors as a Triton function; else as :func:`function_of`."""
+    trace = trace_of(function, dtypes, constants)
+    parameters = list(inspect.signature(function).parameters)[: len(dtypes)]
+    texts = dict(zip(trace.graph.find_nodes(op="placeholder"), parameters, strict=True))
+    lines = list[str]()
+    for node in trace.graph.nodes:
+        if node.op != "call_function":
+            continue
+        text = _exact_sum(node, texts, TRITON) or expression(node, texts, TRITON)
+        if function is code_of_number_by_fma and node.target is aten.sqrt.default:
+            text = text.replace("tl.sqrt_rn", "tl.sqrt")  # which may be approximate, as it says
+        if len(node.users) > 1 and node.all_input_nodes:
+            lines.append(f"t{len(lines)} = {bare(text)}")
+            text = f"t{len(lines) - 1}"
+        texts[node] = text
+    name = "_".join([function.__name__, *map(_word, (*constants, *dtypes))])
+    body = "\n".join(f"    {line}" for line in [*lines, f"return {bare(texts[_result_of(trace)])}"])
+    definition = f"@triton.jit\ndef {name}({', '.join(parameters)}):\n{body}\n"
+    return Function(name, definition, tests=False, is_cut=True)
+
+
+def _result_of(trace: GraphModule) -> Node:
+    """Return the value that a traced function returns."""
+    (result,) = pytree.tree_leaves(trace.graph.output_node().args)
+    assert isinstance(result, Node)
+    return result
 
 
 def _word(value: Any) -> str:
@@ -102,27 +135,28 @@ def _is_test(node: Node) -> bool:
     return is_below_infinity and isinstance(first, Node) and first.target is aten.abs.default
 
 
-def _exact_sum(node: Node, texts: Mapping[Node, str]) -> str:
+def _exact_sum(node: Node, texts: Mapping[Node, str], language: Language) -> str:
     """Write ``addcmul``, which in our functions has exact results, so it is fused; empty for others."""
     if node.target is not aten.addcmul.default or node.kwargs:
         return ""
     total, x, y = (texts[each] if isinstance(each, Node) else "" for each in node.args)
-    return f"multiply_add({bare(x)}, {bare(y)}, {bare(total)})"
+    return language.multiply_add(x, y, total)
 
 
-def expression(node: Node, texts: Mapping[Node, str], *, is_number: bool = False) -> str:
+def expression(node: Node, texts: Mapping[Node, str], language: Language, *, is_number: bool = False) -> str:
     """Write an elementary operation on the expressions of its operands.
 
     Args:
         node: the operation.
         texts: expressions of the nodes before it.
+        language: the language.
         is_number: whether it is computed once, and not for each element.
 
     Raises:
         NoSpelling: there is none.
     """
     target, dtype = node.target, node.meta["val"].dtype
-    if not isinstance(target, OpOverload) or dtype not in CPP_TYPES:
+    if not isinstance(target, OpOverload) or dtype not in language.types:
         raise NoSpelling(str(target))
     name = target.overloadpacket.__name__
 
@@ -134,24 +168,24 @@ def expression(node: Node, texts: Mapping[Node, str], *, is_number: bool = False
         return value
 
     if name in ("full", "scalar_tensor", "full_like") and not isinstance(node.args[-1], Node):
-        return constant(node.args[-1], dtype)
+        return language.constant(node.args[-1], dtype)
     if name in ("alias", "clone", "once", "expand") and node.args[0].meta["val"].dtype is dtype:  # type: ignore[union-attr]
         return texts[node.all_input_nodes[0]]
     if target is CONVERT:
         text, source, _ = operand(node.args[0])
-        return converted(text, source, dtype)
+        return language.converted(text, source, dtype)
     if target is aten.view.dtype:
         text, source, _ = operand(node.args[0])
-        if source.itemsize < 4:
-            raise NoSpelling(f"the bits of {source}")
-        return text if source is dtype else f"bits<{CPP_TYPES[dtype]}>({bare(text)})"
+        return language.bits(text, source, dtype)
     if target is aten.where.self:
         condition, *choices = map(operand, node.args)
-        yes, no = (converted(text, source, dtype) for text, source, _ in choices)
-        return f"({bare(condition[0])} ? {yes} : {no})"
+        yes, no = (language.converted(text, source, dtype) for text, source, _ in choices)
+        return language.where(condition[0], yes, no)
     if target is aten.pow.Tensor_Scalar and node.args[1] in (0.5, 2):
         base = operand(node.args[0])
-        return spelled("mul", dtype, [base, base]) if node.args[1] == 2 else spelled("sqrt", dtype, [base])
+        name, operands = ("mul", [base, base]) if node.args[1] == 2 else ("sqrt", [base])
+        return spelled(language, name, dtype, operands)
     if node.kwargs:
         raise NoSpelling(f"{target} with {', '.join(node.kwargs)}")
-    return spelled(name, dtype, [operand(value) for value in node.args], is_number=is_number)
+    operands = [operand(value) for value in node.args]
+    return spelled(language, name, dtype, operands, is_number=is_number)

@@ -1,9 +1,12 @@
-"""C++ expressions for single numbers: dtypes, constants, conversions and elementary operations.
+"""Expressions for single numbers in C++ and in Triton: dtypes, constants, conversions, elementary operations.
 
-An operation has a spelling if IEEE 754 or integer arithmetic defines its result, so that a scalar loop, a
-vector and eager torch agree in all bits. Functions that every library rounds in its own way (``exp``,
-``pow``) are spelled for single numbers alone, where they are C's, as in the code that Inductor writes; a loop
-with one of them in it is left to Inductor, which calls a library of vectors.
+An operation has a spelling in C++ if IEEE 754 or integer arithmetic defines its result, so that a scalar
+loop, a vector and eager torch agree in all bits. Functions that every library rounds in its own way (``exp``,
+``pow``) are spelled in C++ for single numbers alone, where they are C's, as in the code that Inductor writes;
+a loop with one of them in it is left to Inductor, which calls a library of vectors. In Triton they are those
+of NVIDIA's and AMD's ``libdevice``, for numbers and elements, as in Inductor's kernels.
+
+Another language for kernels is another :class:`Language`, and a column of the table.
 """
 
 from __future__ import annotations
@@ -11,9 +14,12 @@ from __future__ import annotations
 import math
 import struct
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
+
+from collage_fx.torch_compat import inductor_config
 
 #: The C++ type of one element in memory. Low-precision floats are their bits.
 CPP_TYPES: Mapping[torch.dtype, str] = {
@@ -27,6 +33,20 @@ CPP_TYPES: Mapping[torch.dtype, str] = {
     torch.int8: "int8_t",
     torch.uint8: "uint8_t",
     torch.bool: "bool",
+}
+
+#: Triton's name of a dtype.
+TRITON_TYPES: Mapping[torch.dtype, str] = {
+    torch.float64: "float64",
+    torch.float32: "float32",
+    torch.bfloat16: "bfloat16",
+    torch.float16: "float16",
+    torch.int64: "int64",
+    torch.int32: "int32",
+    torch.int16: "int16",
+    torch.int8: "int8",
+    torch.uint8: "uint8",
+    torch.bool: "int1",
 }
 
 #: Low-precision floats: no arithmetic is spelled for them.
@@ -67,7 +87,7 @@ def bare(text: str) -> str:
     return text
 
 
-def constant(value: Any, dtype: torch.dtype) -> str:
+def _cpp_constant(value: Any, dtype: torch.dtype) -> str:
     """Write a Python number as a C++ constant of a dtype."""
     if dtype is torch.bool:
         return "true" if value else "false"
@@ -98,17 +118,12 @@ def _shortest(value: float) -> str:
     return next(text for text in texts if struct.pack("f", float(text)) == struct.pack("f", value))
 
 
-def converted(text: str, source: torch.dtype, to: torch.dtype) -> str:
-    """Convert an expression from one dtype to another, as ``Tensor.to``.
-
-    Raises:
-        NoSpelling: the result is a low-precision float, which needs a rounding.
-    """
+def _cpp_converted(text: str, source: torch.dtype, to: torch.dtype) -> str:
     if source is to:
         return text
     if source in STORED_AS_BITS:
         name = "bf16_to_float" if source is torch.bfloat16 else "f16_to_float"
-        return converted(f"{name}({bare(text)})", torch.float32, to)
+        return _cpp_converted(f"{name}({bare(text)})", torch.float32, to)
     if to in STORED_AS_BITS:
         raise NoSpelling(f"a rounding to {to}")
     if to is torch.bool:
@@ -117,6 +132,74 @@ def converted(text: str, source: torch.dtype, to: torch.dtype) -> str:
         return text
     return f"{CPP_TYPES[to]}({bare(text)})"
 
+
+def _cpp_bits(text: str, source: torch.dtype, to: torch.dtype) -> str:
+    if source.itemsize < 4:
+        raise NoSpelling(f"the bits of {source}")
+    return text if source is to else f"bits<{CPP_TYPES[to]}>({bare(text)})"
+
+
+def _triton_constant(value: Any, dtype: torch.dtype) -> str:
+    """Write a Python number as a scalar of a dtype in Triton."""
+    number = torch.tensor(value, dtype=dtype).item() if dtype.is_floating_point else value
+    text = repr(number if dtype.is_floating_point else bool(value) if dtype is torch.bool else int(value))
+    if dtype.is_floating_point and not math.isfinite(number):
+        text = f"float({text!r})"
+    return f"tl.full((), {text}, tl.{TRITON_TYPES[dtype]})"
+
+
+def _triton_converted(text: str, source: torch.dtype, to: torch.dtype) -> str:
+    if source is to:
+        return text
+    return f"({text} != 0)" if to is torch.bool else f"{text}.to(tl.{TRITON_TYPES[to]})"
+
+
+def _triton_bits(text: str, source: torch.dtype, to: torch.dtype) -> str:
+    return text if source is to else f"{text}.to(tl.{TRITON_TYPES[to]}, bitcast=True)"
+
+
+@dataclass(frozen=True)
+class Language:
+    """Language that kernels are printed in.
+
+    Attributes:
+        column: index of its writers in the rows of the table of spellings.
+        types: types of the dtypes that it has.
+        constant: writes a Python number as a constant of a dtype.
+        converted: writes the conversion of an expression of one dtype to another, as ``Tensor.to``; raises
+            :class:`NoSpelling` if it is not known to be exact, and the result a low-precision float.
+        bits: writes an expression's bits as those of another dtype.
+        where: writes the choice by a condition between two expressions.
+        multiply_add: writes ``x * y + sum`` of float32 numbers whose result is exact.
+    """
+
+    column: int
+    types: Mapping[torch.dtype, str]
+    constant: Callable[[Any, torch.dtype], str]
+    converted: Callable[[str, torch.dtype, torch.dtype], str]
+    bits: Callable[[str, torch.dtype, torch.dtype], str]
+    where: Callable[[str, str, str], str]
+    multiply_add: Callable[[str, str, str], str]
+
+
+CPP = Language(
+    0,
+    CPP_TYPES,
+    _cpp_constant,
+    _cpp_converted,
+    _cpp_bits,
+    where=lambda condition, yes, no: f"({bare(condition)} ? {yes} : {no})",
+    multiply_add=lambda x, y, total: f"multiply_add({bare(x)}, {bare(y)}, {bare(total)})",
+)
+TRITON = Language(
+    1,
+    TRITON_TYPES,
+    _triton_constant,
+    _triton_converted,
+    _triton_bits,
+    where=lambda condition, yes, no: f"tl.where({bare(condition)}, {bare(yes)}, {bare(no)})",
+    multiply_add=lambda x, y, total: f"tl.fma({bare(x)}, {bare(y)}, {bare(total)})",
+)
 
 Writer = Callable[..., str]
 
@@ -135,32 +218,35 @@ def _arithmetic(sign: str) -> Writer:
     return written
 
 
-def _called(name: str) -> Writer:
+def _of_prelude(name: str) -> Writer:
     """Write a call of a function of ``prelude.h``."""
     return lambda dtype, *operands: f"{name}<{in_register(dtype)}>({', '.join(map(bare, operands))})"
 
 
-def _of_floats(name: str) -> Writer:
+def _of_library(name: str) -> Writer:
     """Write a call of a function of C's library."""
-
-    def written(dtype: torch.dtype, *operands: str) -> str:
-        if not dtype.is_floating_point:
-            raise NoSpelling(f"{name} of {dtype}")
-        function = f"__builtin_{name}{'f' if dtype is torch.float32 else ''}"
-        return f"{function}({', '.join(map(bare, operands))})"
-
-    return written
+    return lambda dtype, *operands: (
+        f"__builtin_{name}{'f' if dtype is torch.float32 else ''}({', '.join(map(bare, operands))})"
+    )
 
 
-def _square_root(dtype: torch.dtype, x: str) -> str:
-    if not dtype.is_floating_point:
-        raise NoSpelling(f"a root of {dtype}")
+def _of_device(name: str) -> Writer:
+    """Write a call of a function of Triton's library."""
+    return lambda dtype, *operands: f"libdevice.{name}({', '.join(map(bare, operands))})"
+
+
+def _cpp_root(dtype: torch.dtype, x: str) -> str:
     return f"square_root({bare(x)})"
 
 
-def _divided(dtype: torch.dtype, x: str, y: str) -> str:
-    if not dtype.is_floating_point:
-        raise NoSpelling(f"a quotient of {dtype}")
+def _triton_root(dtype: torch.dtype, x: str) -> str:
+    return f"tl.sqrt_rn({bare(x)})" if dtype is torch.float32 else f"libdevice.sqrt({bare(x)})"
+
+
+def _triton_quotient(dtype: torch.dtype, x: str, y: str) -> str:
+    """Write a quotient; in float32 it is within 2 ulps, unless Inductor is told to round it."""
+    if dtype is torch.float32 and inductor_config.eager_numerics.division_rounding:
+        return f"tl.div_rn({bare(x)}, {bare(y)})"
     return f"({x} / {y})"
 
 
@@ -175,69 +261,132 @@ def _absolute(dtype: torch.dtype, x: str) -> str:
     return f"absolute({bare(x)})"
 
 
-#: Functions that write an operation on operands of equal dtype, by the name of its ATen operator.
-_ARITHMETIC: Mapping[str, Writer] = {
-    "add": _arithmetic("+"),
-    "sub": _arithmetic("-"),
-    "mul": _arithmetic("*"),
-    **dict.fromkeys(("div", "true_divide"), _divided),
-    "reciprocal": lambda dtype, x: _divided(dtype, constant(1, dtype), x),
-    "sqrt": _square_root,
-    "rsqrt": lambda dtype, x: _divided(dtype, constant(1, dtype), _square_root(dtype, x)),
-    "fma": _of_floats("fma"),
-    "floor": _of_floats("floor"),
-    "ceil": _of_floats("ceil"),
-    "trunc": _of_floats("trunc"),
-    "round": _of_floats("nearbyint"),
-    "neg": _negative,
-    "abs": _absolute,
-    **{name: _called(name) for name in ("maximum", "minimum", "clamp_min", "clamp_max", "sign")},
-    "bitwise_and": _between("&"),
-    "bitwise_or": _between("|"),
-    "bitwise_xor": _between("^"),
-    "logical_and": _between("&&"),
-    "logical_or": _between("||"),
-    "logical_not": lambda dtype, x: f"!{x}",
-    "bitwise_not": lambda dtype, x: f"!{x}" if dtype is torch.bool else f"~{x}",
-    **dict.fromkeys(("bitwise_right_shift", "__rshift__"), _between(">>")),
-    **dict.fromkeys(("bitwise_left_shift", "__lshift__"), _arithmetic("<<")),
+def _triton_extreme(name: str) -> Writer:
+    """Write the larger or smaller of two numbers, NaN if one of them is."""
+
+    def written(dtype: torch.dtype, x: str, y: str) -> str:
+        nan = ", propagate_nan=tl.PropagateNan.ALL" if dtype.is_floating_point else ""
+        return f"tl.{name}({bare(x)}, {bare(y)}{nan})"
+
+    return written
+
+
+def _triton_negative(dtype: torch.dtype, x: str) -> str:
+    """Write the negative of a number. Triton's minus subtracts from zero, which has no sign then."""
+    return f"({x} * {_triton_constant(-1, dtype)})" if dtype.is_floating_point else f"(-{x})"
+
+
+def _triton_sign(dtype: torch.dtype, x: str) -> str:
+    above, below = (f"({x} {sign} {_triton_constant(0, dtype)})" for sign in "><")
+    return f"({above}.to(tl.{TRITON_TYPES[dtype]}) - {below}.to(tl.{TRITON_TYPES[dtype]}))"
+
+
+class _Spelling(NamedTuple):
+    """Row of the table of spellings.
+
+    Attributes:
+        writers: functions that write the operation on operands of equal dtype, one for each language.
+        of_floats: whether there is none for integers.
+        of_numbers: whether C++ has it for single numbers alone.
+    """
+
+    writers: tuple[Writer, Writer]
+    of_floats: bool = False
+    of_numbers: bool = False
+
+
+def _in_both(sign: str) -> _Spelling:
+    return _Spelling((_between(sign), _between(sign)))
+
+
+def _rounded(name: str, *, of_numbers: bool = False) -> _Spelling:
+    return _Spelling((_of_library(name), _of_device(name)), of_floats=True, of_numbers=of_numbers)
+
+
+_RIGHT = _in_both(">>")
+_LEFT = _Spelling((_arithmetic("<<"), _between("<<")))
+_QUOTIENT = _Spelling((_between("/"), _triton_quotient), of_floats=True)
+
+#: The spellings of operations, by the name of the ATen operator.
+_SPELLINGS: Mapping[str, _Spelling] = {
+    "add": _Spelling((_arithmetic("+"), _between("+"))),
+    "sub": _Spelling((_arithmetic("-"), _between("-"))),
+    "mul": _Spelling((_arithmetic("*"), _between("*"))),
+    "div": _QUOTIENT,
+    "true_divide": _QUOTIENT,
+    "reciprocal": _Spelling(
+        (
+            lambda dtype, x: f"({CPP.constant(1, dtype)} / {x})",
+            lambda dtype, x: _triton_quotient(dtype, TRITON.constant(1, dtype), x),
+        ),
+        of_floats=True,
+    ),
+    "sqrt": _Spelling((_cpp_root, _triton_root), of_floats=True),
+    "rsqrt": _Spelling(
+        (
+            lambda dtype, x: f"({CPP.constant(1, dtype)} / {_cpp_root(dtype, x)})",
+            lambda dtype, x: _triton_quotient(dtype, TRITON.constant(1, dtype), _triton_root(dtype, x)),
+        ),
+        of_floats=True,
+    ),
+    "fma": _rounded("fma"),
+    "floor": _rounded("floor"),
+    "ceil": _rounded("ceil"),
+    "trunc": _rounded("trunc"),
+    "round": _rounded("nearbyint"),
+    "neg": _Spelling((_negative, _triton_negative)),
+    "abs": _Spelling((_absolute, lambda dtype, x: f"tl.abs({bare(x)})")),
+    "maximum": _Spelling((_of_prelude("maximum"), _triton_extreme("maximum"))),
+    "minimum": _Spelling((_of_prelude("minimum"), _triton_extreme("minimum"))),
+    "clamp_min": _Spelling((_of_prelude("clamp_min"), _triton_extreme("maximum"))),
+    "clamp_max": _Spelling((_of_prelude("clamp_max"), _triton_extreme("minimum"))),
+    "sign": _Spelling((_of_prelude("sign"), _triton_sign)),
+    "bitwise_and": _in_both("&"),
+    "bitwise_or": _in_both("|"),
+    "bitwise_xor": _in_both("^"),
+    "logical_and": _Spelling((_between("&&"), _between("&"))),
+    "logical_or": _Spelling((_between("||"), _between("|"))),
+    "logical_not": _Spelling((lambda dtype, x: f"!{x}", lambda dtype, x: f"({x} == 0)")),
+    "bitwise_not": _Spelling(
+        (lambda dtype, x: f"!{x}" if dtype is torch.bool else f"~{x}", lambda dtype, x: f"(~{x})")
+    ),
+    "bitwise_right_shift": _RIGHT,
+    "__rshift__": _RIGHT,
+    "bitwise_left_shift": _LEFT,
+    "__lshift__": _LEFT,
+    **{
+        name: _rounded(name, of_numbers=True)
+        for name in (
+            *("pow", "exp", "exp2", "expm1", "log", "log2", "log10", "log1p"),
+            *("sin", "cos", "tan", "tanh", "atan"),
+        )
+    },
 }
 
-#: Functions of C's library that are written for single numbers alone, by the name of their ATen operator.
-_OF_NUMBERS: Mapping[str, Writer] = {
-    name: _of_floats(name)
-    for name in (
-        "pow",
-        "exp",
-        "exp2",
-        "expm1",
-        "log",
-        "log2",
-        "log10",
-        "log1p",
-        "sin",
-        "cos",
-        "tan",
-        "tanh",
-        "atan",
-    )
-}
-
-_COMPARISONS: Mapping[str, Writer] = {
-    "eq": _between("=="),
-    "ne": _between("!="),
-    "lt": _between("<"),
-    "le": _between("<="),
-    "gt": _between(">"),
-    "ge": _between(">="),
-    "isnan": lambda dtype, x: f"({x} != {x})",
+#: The spellings of operations whose result is a truth value, and whose operands are of another dtype.
+_COMPARISONS: Mapping[str, _Spelling] = {
+    "eq": _in_both("=="),
+    "ne": _in_both("!="),
+    "lt": _in_both("<"),
+    "le": _in_both("<="),
+    "gt": _in_both(">"),
+    "ge": _in_both(">="),
+    "isnan": _Spelling((lambda dtype, x: f"({x} != {x})",) * 2),
 }
 
 
-def spelled(name: str, dtype: torch.dtype, operands: Sequence[Operand], *, is_number: bool = False) -> str:
-    """Write an elementary operation as a C++ expression.
+def spelled(
+    language: Language,
+    name: str,
+    dtype: torch.dtype,
+    operands: Sequence[Operand],
+    *,
+    is_number: bool = False,
+) -> str:
+    """Write an elementary operation as an expression.
 
     Args:
+        language: the language.
         name: name of the ATen operator, without an overload.
         dtype: dtype of its result.
         operands: operands of the operation, in order.
@@ -246,19 +395,20 @@ def spelled(name: str, dtype: torch.dtype, operands: Sequence[Operand], *, is_nu
     Raises:
         NoSpelling: the operation, or one of the dtypes, has none.
     """
-    written = (
-        _COMPARISONS.get(name) or _ARITHMETIC.get(name) or (_OF_NUMBERS.get(name) if is_number else None)
-    )
-    if written is None:
+    spelling = _COMPARISONS.get(name) or _SPELLINGS.get(name)
+    if spelling is None or (spelling.of_numbers and language is CPP and not is_number):
         raise NoSpelling(name)
     computed_in = _compared_in(operands) if name in _COMPARISONS else dtype
-    if computed_in in STORED_AS_BITS or computed_in not in CPP_TYPES:
+    is_of_others = spelling.of_floats and not computed_in.is_floating_point
+    if computed_in in STORED_AS_BITS or computed_in not in language.types or is_of_others:
         raise NoSpelling(f"{name} of {computed_in}")
     texts = [
-        converted(*operand[:2], computed_in) if isinstance(operand, tuple) else constant(operand, computed_in)
+        language.converted(*operand[:2], computed_in)
+        if isinstance(operand, tuple)
+        else language.constant(operand, computed_in)
         for operand in operands
     ]
-    return written(computed_in, *texts)
+    return spelling.writers[language.column](computed_in, *texts)
 
 
 def _compared_in(operands: Sequence[Operand]) -> torch.dtype:

@@ -10,7 +10,7 @@ from torch.fx import Node
 
 from collage_fx.codegen.elements import Elements, Kind, function_at, is_rounding, place
 from collage_fx.codegen.functions import expression
-from collage_fx.codegen.spellings import CPP_TYPES, bare, in_register
+from collage_fx.codegen.spellings import CPP, bare, in_register
 
 aten = torch.ops.aten
 
@@ -113,10 +113,10 @@ class Statements:
             name = f"{function.name}<{finite}>" if function.tests else function.name
             operands = ", ".join(bare(self.texts[arg]) for arg in node.args if isinstance(arg, Node))
             is_stored_alone = all(user.target is aten.copy_.default for user in node.users)
-            cut = "" if function.is_cut or is_stored_alone else CPP_TYPES[dtype]
+            cut = "" if function.is_cut or is_stored_alone else CPP.types[dtype]
             return f"{cut}({name}({operands}))" if cut else f"{name}({operands})"
         if is_rounding(node):
             (operand,) = node.all_input_nodes
             name = f"float_to_bf16<{finite}>" if dtype is torch.bfloat16 else "float_to_f16"
             return f"{name}({bare(self.texts[operand])})"
-        return expression(node, self.texts, is_number=kind is Kind.NUMBER)
+        return expression(node, self.texts, CPP, is_number=kind is Kind.NUMBER)

@@ -1,7 +1,7 @@
 """The compilation of rules to kernels.
 
-On the host the kernels of flat rules, and those of numbers, are printed (``codegen``). Inductor compiles what
-has no spelling in C++, what is neither (Note [Islands] in ``islands.py``), and everything on a device.
+The kernels of flat rules, and those of numbers, are printed (``codegen``): C++ on the host, Triton on a GPU.
+Inductor compiles what has no spelling there, and what is neither (Note [Islands] in ``islands.py``).
 """
 
 from __future__ import annotations
@@ -9,12 +9,12 @@ from __future__ import annotations
 import ctypes
 import sys
 from collections.abc import Callable, Hashable, Sequence
-from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.fx import Graph
 
 from collage_fx.codegen import (
     FIRST_OF_PIECE,
@@ -27,6 +27,7 @@ from collage_fx.codegen import (
     flat_kernel,
     load_library,
     number_kernel,
+    table_kernel,
 )
 from collage_fx.errors import FailedLoweringError
 from collage_fx.graph import Reason, Reasons, device_facts, placeholders
@@ -40,9 +41,6 @@ from collage_fx.torch_compat import (
     CFunction,
     InductorFault,
     SymbolicScope,
-    TableKernel,
-    TableSums,
-    fusing_distant_nodes,
     generated_code,
     inductor_config,
     innermost_callable,
@@ -50,8 +48,6 @@ from collage_fx.torch_compat import (
     launches_of,
     load_cpp_library,
     note_generated_code,
-    table_kernel,
-    without_triton,
 )
 
 #: Length that Inductor assumes for a symbolic length when it decides about threads: many elements.
@@ -118,36 +114,55 @@ def compile_rule(rule: Rule) -> Kernel | Reason:
         the kernel, or a reason if the code would not be valid for every length (or every value of a symbolic
         number).
     """
-    over_table: Kernel | Reason | None = None
-    if not rule.is_tabled:
-        over_table = printed(rule)
-        if rule.columns or isinstance(over_table, Kernel):
-            return over_table
-        if has_products_alone(rule):
-            scope = SymbolicScope()
-            with scope:
-                call = called_products(graph_of(rule, scope, HINT))
-            return Kernel(call, device=rule.device, reasons=(("in one call for all tensors", over_table),))
-    elif rule.totals:
-        over_table = _compiled(rule, by_element=True)
-    return over_table if isinstance(over_table, Kernel) else _compiled(rule, no_table=over_table)
+    found = printed(rule)
+    if rule.columns or isinstance(found, Kernel):
+        return found
+    if not rule.is_tabled and has_products_alone(rule):
+        scope = SymbolicScope()
+        with scope:
+            call = called_products(graph_of(rule, scope, HINT))
+        return Kernel(call, device=rule.device, reasons=(("in one call for all tensors", found),))
+    return _compiled(rule, found)
 
 
 def printed(rule: Rule) -> Kernel | Reason:
-    """Print and compile the kernel of a rule on the host, or return why Inductor has to write it."""
+    """Print the kernel of a rule, or return why Inductor has to write it."""
     what = ", ".join(sorted(rule.operations))
     if not rule.independent:
         return Reason("it is neither elementwise in one layout nor of numbers alone, or may raise", what)
-    if sys.platform == "win32":
-        return Reason("the compiler takes other flags than those of printed kernels")
     scope = SymbolicScope()
     with scope:
         gm = graph_of(rule, scope, HINT)
         inputs = [node.meta["val"] for node in placeholders(gm.graph)]
         try:
+            if rule.is_tabled:
+                return _launched(rule, gm.graph, inputs)
             source = flat_kernel(gm.graph, rule.width) if rule.flat else number_kernel(gm.graph)
         except NoSpelling as error:
-            return Reason(f"printed C++ has no {error}", what)
+            return Reason(f"printed {'Triton' if rule.is_tabled else 'C++'} has no {error}", what)
+    return _loaded(rule, source, inputs)
+
+
+def _launched(rule: Rule, graph: Graph, inputs: Sequence[Any]) -> Kernel:
+    """Print the kernel of a rule on a GPU, which is launched once for all tensors."""
+    function = table_kernel(graph, rule.width if rule.flat else 0, rule.device)
+    function.begin()
+    note_generated_code([function.source[True]])
+    return Kernel(
+        None,
+        function,
+        _columns(rule, inputs, function.arguments),
+        device=rule.device,
+        width=rule.width,
+        sums=_sums(rule),
+    )
+
+
+def _loaded(rule: Rule, source: str, inputs: Sequence[Any]) -> Kernel | Reason:
+    """Compile the printed kernel of a rule on the host, or return why that is impossible."""
+    what = ", ".join(sorted(rule.operations))
+    if sys.platform == "win32":
+        return Reason("the compiler takes other flags than those of printed kernels")
     arguments = (*range(rule.flat, len(inputs)), *range(rule.flat))  # the length is the last
     if len(arguments) > MOST_ARGUMENTS:
         return Reason(f"it has more than {MOST_ARGUMENTS} arguments", what)
@@ -219,19 +234,18 @@ def _sums(rule: Rule) -> tuple[Summed, ...]:
     )
 
 
-def _compiled(rule: Rule, *, by_element: bool = False, no_table: Reason | None = None) -> Kernel | Reason:
-    """Compile the kernel of a rule with Inductor.
+def _compiled(rule: Rule, no_table: Reason) -> Kernel | Reason:
+    """Compile the kernel of a rule with Inductor, to be called for one tensor after the other.
 
     Args:
         rule: the rule of any part that the kernel will serve.
-        by_element: whether the values of totals are stored element by element, for a kernel over a table to
-            add up.
-        no_table: why there is no kernel over a table, if that is known. A kernel for one tensor at a time has
-            no table from which to read a number of the host, and does not sum: then there is a reason.
+        no_table: why there is no kernel over a table, from which it could read a number of the host.
     """
+    if rule.is_tabled and any(line.args[1] == HOST for line in rule.lines if line.target is None):
+        return replace(no_table, what=f"it reads a number of the host's, and {no_table.what}")
     scope = SymbolicScope()
     with scope:
-        gm = graph_of(rule, scope, HINT, by_element=by_element)
+        gm = graph_of(rule, scope, HINT)
         inputs = [node.meta["val"] for node in placeholders(gm.graph)]
         settings: dict[str, Any] = {
             "size_asserts": not (rule.flat or rule.independent),
@@ -241,12 +255,7 @@ def _compiled(rule: Rule, *, by_element: bool = False, no_table: Reason | None =
             settings.update(INLINED)
         if rule.is_tabled:
             settings["combo_kernels"] = False
-        with (
-            inductor_config.patch(settings),
-            fusing_distant_nodes() if rule.flat else nullcontext(),
-            without_triton() if rule.is_tabled else nullcontext(),
-            generated_code() as code,
-        ):
+        with inductor_config.patch(settings), generated_code() as code:
             attempt = compile_somehow(gm, inputs, is_inference=True)
     if not attempt.is_compiled:
         return attempt.reasons[0][1]
@@ -255,24 +264,8 @@ def _compiled(rule: Rule, *, by_element: bool = False, no_table: Reason | None =
             "a kernel would not hold for every length or number", ", ".join(sorted(rule.operations))
         )
     call = innermost_callable(attempt.call)
-    found = no_table or _table_kernel(rule, code[-1], inputs, by_element=by_element)
-    if isinstance(found, TableKernel):
-        found.begin()
-        return Kernel(
-            call,
-            found,
-            _columns(rule, inputs, found.arguments),
-            device=rule.device,
-            width=rule.width,
-            sums=_sums(rule) if by_element else (),
-            reasons=attempt.reasons,
-        )
-    if by_element:
-        return found
-    if rule.is_tabled and any(line.args[1] == HOST for line in rule.lines if line.target is None):
-        return replace(found, what=f"it reads a number of the host's, and {found.what}")
-    reasons: Reasons = (("in one call for all tensors", found), *attempt.reasons)
-    stackable, launches = _stackable(rule, found), _launches(rule, code)
+    reasons: Reasons = (("in one call for all tensors", no_table), *attempt.reasons)
+    stackable, launches = _stackable(rule, no_table), _launches(rule, code)
     return Kernel(call, device=rule.device, stackable=stackable, launches=launches, reasons=reasons)
 
 
@@ -320,13 +313,3 @@ def bytes_of_a_unit(rule: Rule, value: Tensor) -> int:
         return 0
     of_unit = value.shape[1] if value.dim() == 2 and rule.width > 1 else 1
     return value.dtype.itemsize * of_unit if value.dim() > 0 else 0
-
-
-def _table_kernel(rule: Rule, code: str, inputs: Sequence[Any], *, by_element: bool) -> TableKernel | Reason:
-    """Return the kernel over a table that Inductor's code is put into, or why there is none."""
-    tensors = ((i, each) for i, each in enumerate(inputs) if isinstance(each, Tensor))
-    elements = [i for i, each in tensors if bytes_of_a_unit(rule, each)]
-    values = tuple(range(len(inputs) - len(rule.totals), len(inputs)))
-    sums = TableSums(values, rule.width) if by_element else None
-    found = table_kernel(code, len(inputs), 0 if rule.flat else None, elements, sums)
-    return Reason(found, ", ".join(sorted(rule.operations))) if isinstance(found, str) else found

@@ -21,10 +21,8 @@ from collage_fx.torch_compat import SymbolicScope, add_to_cache_key, pytree
 aten = torch.ops.aten
 
 
-def graph_of(rule: Rule, scope: SymbolicScope, hint: int, *, by_element: bool = False) -> GraphModule:
-    """Return a rule as a graph; instead of totals, their operands may be stored element by element."""
-    results_of_rule = [value for into, value in rule.stores if into is None]
-    totals = [results_of_rule[i] for i in rule.totals] if by_element else []
+def graph_of(rule: Rule, scope: SymbolicScope, hint: int) -> GraphModule:
+    """Return a rule as a graph."""
     graph = Graph()
     length = _input(graph, "n", scope.length("n", hint)) if rule.flat else None
     first = None
@@ -39,24 +37,15 @@ def graph_of(rule: Rule, scope: SymbolicScope, hint: int, *, by_element: bool = 
         if line.target is None:
             made[i] = _input(graph, f"in{i}", _value_of_input(rule, line.args, scope, f"s{i}", sizes))
     results = [_input(graph, f"out{i}", None) for i, store in enumerate(rule.stores) if store[0] is None]
-    results += [_input(graph, f"value{i}", None) for i, _ in enumerate(totals)]
-
-    def called(target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Node:
-        arguments = pytree.tree_map_only(Reference, lambda r: made[r.line], (args, kwargs))
-        arguments = pytree.tree_map_only(tuple(sizes), lambda size: sizes[type(size)], arguments)
-        node = graph.call_function(target, *arguments)
-        node.meta["val"] = scope.run(node)
-        return node
-
     for i, line in enumerate(rule.lines):
-        if line.target is not None and i not in totals:
-            made[i] = called(line.target, line.args, dict(line.kwargs))
-    stores = [(into, made.get(value)) for into, value in rule.stores if into is None or value in made]
-    stores += [(None, called(aten.clone.default, rule.lines[i].args, {})) for i in totals]
-    for destination, value in stores:
-        if value is None:  # a total, for which the kernel over a table has an address
-            results.pop(0).meta["val"] = scope.tensor((), (), torch.float32, rule.device)
+        if line.target is None:
             continue
+        given = (line.args, dict(line.kwargs))
+        given = pytree.tree_map_only(Reference, lambda r: made[r.line], given)
+        given = pytree.tree_map_only(tuple(sizes), lambda size: sizes[type(size)], given)
+        made[i] = graph.call_function(line.target, *given)
+        made[i].meta["val"] = scope.run(made[i])
+    for destination, value in ((into, made[value]) for into, value in rule.stores):
         stored = value.meta["val"]
         into = results.pop(0) if destination is None else made[destination]
         if destination is None:

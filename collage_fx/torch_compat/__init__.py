@@ -17,7 +17,7 @@ There is a module for each part of torch:
 - ``inductor``: calls of Inductor, its settings and caches;
 - ``inductor_lowerings``: lowerings of our operators;
 - ``inductor_libraries``: C++ functions, compiled like its kernels;
-- ``triton_tables``: its Triton kernels, for many tensors in one launch, and ``triton_sums``: with sums;
+- ``triton_tables``: Triton kernels of ours, compiled and launched by its runtime;
 - ``patching``: the way to replace a function of torch, and ``patches``: a list of all replacements;
 - ``patch_*``: replacements in Dynamo (``conversions``, ``graph_breaks``, ``optimizers``, ``numbers``), in
   Inductor (``inductor``), and outside of compilations (``steps``, ``averages``).
@@ -133,7 +133,7 @@ try:
         watch_conversions,
     )
     from collage_fx.torch_compat.patch_graph_breaks import GraphBreak
-    from collage_fx.torch_compat.patch_inductor import fusing_distant_nodes, without_triton
+    from collage_fx.torch_compat.patch_inductor import without_triton
     from collage_fx.torch_compat.patch_numbers import BurnedIn
     from collage_fx.torch_compat.patch_optimizers import (
         Place,
@@ -180,15 +180,16 @@ try:
         without_torch_function,
         wrapper_subclass,
     )
-    from collage_fx.torch_compat.triton_sums import TableSums
     from collage_fx.torch_compat.triton_tables import (
         ALIGNED_BYTES,
+        TRITON_HEAD,
         TableKernel,
         launch,
         launches_of,
         no_kernels_ahead,
         on_device,
-        table_kernel,
+        triton_decorator,
+        warp_size,
     )
     from collage_fx.torch_compat.version import OTHER_VERSIONS
 except (ImportError, AttributeError) as error:

@@ -1,4 +1,4 @@
-"""Patches of Inductor for graphs of this backend: patterns, fusion and Triton kernels."""
+"""Patches of Inductor for graphs of this backend: patterns and Triton kernels."""
 
 from __future__ import annotations
 
@@ -8,15 +8,6 @@ from collections.abc import Callable
 from typing import Any
 
 from collage_fx.torch_compat.patching import Patch
-
-DISTANT_NODES = Patch(
-    name="distant-nodes",
-    target="torch._inductor.scheduler:Scheduler.are_long_distant_nodes(self, node1, node2)",
-    why="elementwise nodes of a loop are fused, however many other nodes are between them",
-    waits_for="a setting of Inductor for the distance beyond which nodes are not fused",
-    needed_for="speed",
-    during="lowerings",
-)
 
 PATTERNS = Patch(
     name="patterns",
@@ -31,20 +22,10 @@ PATTERNS = Patch(
 LOADED_KERNELS = Patch(
     name="loaded-kernels",
     target="torch._inductor.async_compile:AsyncCompile.triton(self, kernel_name, source_code, device_str)",
-    why="Triton kernels put into a frame of ours are compiled only there; others without fused multiply-add",
+    why="Inductor's Triton kernels have no fused multiply-add; for a card that is not there they wait",
     waits_for="settings of Inductor for enable_fp_fusion, and for compiling kernels when first run",
     during="lowerings",
 )
-
-
-def fusing_distant_nodes() -> contextlib.AbstractContextManager[None]:
-    """Context manager: let Inductor fuse nodes however many others are between them.
-
-    By default Inductor does not fuse nodes with more than 64 others between them, so that their operands are
-    not kept in memory for long. For elementwise nodes the opposite is true: results that are not fused are
-    kept in memory.
-    """
-    return DISTANT_NODES.entered(lambda original: lambda *nodes: False)
 
 
 def without_patterns() -> contextlib.AbstractContextManager[None]:

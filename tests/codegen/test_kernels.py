@@ -57,10 +57,18 @@ def called(source: str, *arguments: Tensor | int) -> None:
     kernel(*map(ctypes.c_int64, words))
 
 
-def computed(target: Any, operands: list[Any], *, is_number: bool = False) -> tuple[Tensor, Tensor]:
-    """Run an operation by a printed kernel and by eager torch: tensors are inputs, all else constants."""
-    expected = target(*operands)
+def graph_of(target: Any, operands: list[Any], into: Tensor, *, length: bool = False) -> Graph:
+    """The graph of one operation, whose tensors are inputs, and all else constants.
+
+    Args:
+        target: the operation.
+        operands: its operands.
+        into: the last input, for the result.
+        length: whether the first input is the length.
+    """
     graph = Graph()
+    if length:
+        graph.placeholder("n").meta["val"] = LENGTH
     tensors = [operand for operand in operands if isinstance(operand, Tensor)]
     nodes = []
     for i, operand in enumerate(tensors):
@@ -71,13 +79,21 @@ def computed(target: Any, operands: list[Any], *, is_number: bool = False) -> tu
     result = graph.call_function(
         target, tuple(next(given) if isinstance(each, Tensor) else each for each in operands)
     )
-    result.meta["val"] = expected
-    into = torch.zeros_like(expected)
+    result.meta["val"] = into
     out = graph.placeholder("out")
     out.meta["val"] = into
     store = graph.call_function(aten.copy_.default, (out, result))
     store.meta["val"] = into
     graph.output(())
+    return graph
+
+
+def computed(target: Any, operands: list[Any], *, is_number: bool = False) -> tuple[Tensor, Tensor]:
+    """Run an operation by a printed kernel and by eager torch."""
+    expected = target(*operands)
+    into = torch.zeros_like(expected)
+    graph = graph_of(target, operands, into)
+    tensors = [operand for operand in operands if isinstance(operand, Tensor)]
     if is_number:
         called(number_kernel(graph), *tensors, into)
     else:

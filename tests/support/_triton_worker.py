@@ -130,7 +130,7 @@ def to_odd_f32(x: Array) -> Array:
 def cast(self: Any, src: Any, dst_type: Any) -> Any:
     """A ``cast_impl`` that does what it should: see Note [Triton's interpreter rounds bf16 wrongly]."""
     source, target = src.dtype.scalar, dst_type.scalar
-    if source == target:
+    if source == target and src.data.dtype != np.bool_:  # a comparison of floats says that it is one
         return src
     if any(kind.is_fp8() and kind != tl.float8e4nv for kind in (source, target)):
         raise NotImplementedError(f"cast from {source} to {target}: add it to {__file__}")

@@ -16,6 +16,7 @@ from unittest import mock
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from collage_fx.codegen import NoSpelling
 from collage_fx.graph import DEVICES, Reason, StepProgram, Unit
 from collage_fx.lowering import forget_kernels, kernels
 from collage_fx.lowering.rules import Rule
@@ -81,9 +82,9 @@ def no_compiler(error: Exception) -> Iterator[None]:
 
 @contextlib.contextmanager
 def no_kernel_over_a_table() -> Iterator[None]:
-    """Context manager: no launch over a table can be made of Inductor's Triton code."""
+    """Context manager: no kernel over a table can be printed."""
     forget_kernels()
-    with mock.patch("collage_fx.lowering.kernels.table_kernel", return_value="no"):
+    with mock.patch("collage_fx.lowering.kernels.table_kernel", side_effect=NoSpelling("such operation")):
         yield
     forget_kernels()
 
@@ -138,6 +139,11 @@ def compiled_for_vectors(isa: Any) -> AbstractContextManager[Any]:
 def meta_device_as(kind: str) -> AbstractContextManager[Any]:
     """Context manager: tensors on the meta device are treated as those on a kind of device."""
     return mock.patch.dict("collage_fx.graph.devices.DEVICES", {"meta": DEVICES[kind]})
+
+
+def threads_of_a_warp(count: int) -> AbstractContextManager[Any]:
+    """Context manager: a warp of the GPU has so many threads."""
+    return mock.patch("collage_fx.codegen.triton_kernels.warp_size", return_value=count)
 
 
 def processor(features: str) -> AbstractContextManager[Any]:

@@ -40,6 +40,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx import Graph, GraphModule, Node
 
+from collage_fx.torch_compat import TableKernel
 from collage_tools.gpu_code.imaginary_cuda import CUDA, have_triton, imaginary_cuda, machine_code, to_cuda
 
 __all__ = [
@@ -51,6 +52,7 @@ __all__ = [
     "imaginary_cuda",
     "kernels",
     "run_in_interpreter",
+    "run_table_kernel",
     "to_cuda",
     "triton_source",
 ]
@@ -261,6 +263,23 @@ def run_in_interpreter(source: str, inputs: Sequence[Any]) -> list[Any]:
         ):  # one element is not written as many
             tensor.copy_(result)
     return list(outputs)
+
+
+_LAUNCH = """
+
+def call(inputs):
+    import torch
+    table = torch.tensor([x if isinstance(x, int) else x.data_ptr() for x in inputs])
+    {name}.run(table, torch.arange({blocks}), {blocks}, 1, 1, stream=0)
+    return ()
+"""
+
+
+def run_table_kernel(kernel: TableKernel, inputs: Sequence[Any], length: int) -> None:
+    """Launch a printed kernel for one tensor in the interpreter; ``inputs`` are those of the rule's graph."""
+    blocks = -(-length // kernel.size)
+    source = kernel.source[False] + _LAUNCH.format(name=kernel.name, blocks=blocks)
+    run_in_interpreter(source, [inputs[argument] for argument in kernel.arguments])
 
 
 # ----------------------------------------------------------------- compilation
