@@ -400,3 +400,44 @@ def test_code_with_constants_that_have_no_hash(way: Way) -> None:
     kind = type("Unhashed", (Unhashed,), {"step": unhashed})
     _, errors = errors_beside_float64(kind, way, parameters(shapes=SHAPES[:1]), steps=4)
     assert max(errors) < COMPENSATED
+
+
+# A state that is looked up, and made, in front of a break. -----------------------------------------------------
+
+
+class SharesState(Optimizer):
+    """Notes the parameters, and has an optimizer step whose state is its own, as pytorch_optimizer's SAM does.
+
+    Dynamo has no guard on a key that is not in the state yet, and makes the entry of each step anew.
+    """
+
+    def __init__(
+        self, params: Any, lr: float = LR, break_graph: Callable[[Optimizer], object] = print
+    ) -> None:
+        super().__init__(params, {"lr": lr})
+        self.inner = AdamW(self.param_groups)
+        self.param_groups, self.state = self.inner.param_groups, self.inner.state
+        self.break_graph = break_graph
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        parameters = [p for group in self.param_groups for p in group["params"]]
+        for p in parameters:
+            self.state[p]["old"] = p.clone()
+        self.break_graph(self)
+        for p in parameters:
+            p.copy_(self.state[p].pop("old"))
+        self.inner.step()
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("name", BREAKS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_state_that_is_made_in_front_of_a_break_stays(dtype: torch.dtype, name: str, way: Way) -> None:
+    def make(params: Any) -> Optimizer:
+        return SharesState(params, break_graph=BREAKS[name])
+
+    params = parameters(dtype, SHAPES)
+    optimizer, errors = errors_beside_float64(make, way, params, steps=4)
+    assert [int(optimizer.state[p]["step"]) for p in params] == [4, 4, 4]
+    assert max(errors) <= COMPENSATED

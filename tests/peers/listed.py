@@ -48,14 +48,14 @@ LISTED: tuple[Listed, ...] = (
     ),
     Listed(
         "pytorch-optimizer",
-        "*::TestSparseGradients::*",
+        "*parse*",
         r"UnsupportedTensorError: a tensor of layout torch\.sparse_coo",
         "sparse gradients are refused by name",
     ),
     Listed(
         "pytorch-optimizer",
-        "*adalomo*",
-        r"UnsupportedOptimizerError: AdaLOMO has no step, or one that only raises",
+        "*lomo*",
+        r"UnsupportedOptimizerError: (Ada)?LOMO has no step, or one that only raises",
         "its hooks update parameters in the backward pass: it is refused where it is installed",
     ),
     Listed(
@@ -80,7 +80,14 @@ LISTED: tuple[Listed, ...] = (
             "plain torch.compile, with aot_eager or Inductor, ends as far from eager torch in this test",
             ("float32",),
         )
-        for name in ("apollo_", "lorarite_")
+        for name in ("apollo_", "lorarite_", "adamuon_", "scion_")
+    ),
+    Listed(
+        "pytorch-optimizer",
+        "*::test_training[[]spectralsphere_*",
+        "Loss did not decrease enough",
+        "it orthogonalizes in bfloat16: plain torch.compile ends as far, .27 of the way, from eager torch; the "
+        "loss is .578, that of eager torch .570 and of the test .576",
     ),
     Listed(
         "heavyball",
