@@ -6,9 +6,10 @@ A launch for each tensor of a model would need hundreds of launches, and a launc
 for most tensors. So a kernel reads its arguments from a row of a table of 64-bit words: an address for each
 pointer, and the length. A program finds its row and its block in its own word, ``row << 32 | block``.
 
-The body of a kernel is a function that is called for full blocks and for a tensor's last block. The mask of a
-full block is all ones, which Triton omits: then the block loads and stores 16 bytes at a time, whatever the
-length of the tensor. Fused multiply-adds are off, but where our functions write them: LLVM would choose
+The body of a kernel is a function that is called for a full block at once, and for a tensor's last block in
+pieces of an element for each thread. The mask of a full block is all ones, which Triton omits: then the block
+loads and stores 16 bytes at a time, whatever the length of the tensor. With masks, eight elements of a thread
+would take half as many registers again as without, and a kernel has the registers of the larger body. Fused multiply-adds are off, but where our functions write them: LLVM would choose
 separately for each copy of an expression (full block, last block, each element of a thread) which of two
 products to fuse, and bits would depend on the index.
 
@@ -49,6 +50,9 @@ aten = torch.ops.aten
 #: Elements of a block, and threads of the program that computes it: a thread has 16 bytes of bfloat16. It is
 #: the best choice on an H200 also where most loads and stores are of single bytes.
 BLOCK, THREADS = 1024, 128
+
+#: Pieces of a tensor's last block.
+PIECES = BLOCK // THREADS
 
 #: Tiles of a program that adds up, and elements of a tile.
 TILES, TILE = 4, 512
@@ -175,7 +179,8 @@ class _Printer:
             yield "    if left >= (block + 1) * XBLOCK:"
             yield f"        _body({given}, left, block, XBLOCK, True)"
             yield "    else:"
-            yield f"        _body({given}, left, block, XBLOCK, False)"
+            yield f"        for piece in range(tl.cdiv(left - block * XBLOCK, XBLOCK // {PIECES})):"
+            yield f"            _body({given}, left, block * {PIECES} + piece, XBLOCK // {PIECES}, False)"
             return
         yield f"    partials = tl.load(row + {words - 1}).to(tl.pointer_type(tl.float64)) + block"
         of_thread = ", ".join(self.sums)

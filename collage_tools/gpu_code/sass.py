@@ -2,12 +2,11 @@
 
 Note [Instructions of a full block]
 -----------------------------------
-Most programs of a step compute a full block: no mask, no element of the sample of a measured step. Its
-instructions are those on the *shortest path* through the machine code, from the first instruction to an
-``EXIT`` without a condition:
+Most programs of a step compute a full block, without masks. Its instructions are those on the *shortest path*
+through the machine code, from the first instruction to an ``EXIT`` without a condition:
 
-* Each branch goes to the side with fewer instructions left. The full block's code lacks the masks that the
-  last block's code has, and code that is skipped (the sample) is longer than nothing.
+* The path goes through an access of 16 bytes, if there is one: only a full block has them.
+* Each branch goes to the side with fewer instructions left.
 * A path that calls is none: the slow paths of square roots and divisions, for subnormal numbers and NaN,
   are the only subroutines. So is a path that returns.
 * An instruction with a condition counts, whether the condition is true or not: it is issued.
@@ -83,6 +82,9 @@ class _Instruction(NamedTuple):
 
 _LINE = re.compile(r"^\s+/\*([0-9a-f]{4,})\*/\s+(?:(@!?\w+)\s+)?([A-Z][\w.]*)\s*(.*?)\s*;", re.MULTILINE)
 
+#: Name of an access of 16 bytes for each thread.
+_WIDE = re.compile(r"(?:LDG|STG)\..*\b128\b")
+
 
 def full_block(sass: str, tiles: int = 1) -> Counter[str]:
     """Return how often a warp executes each instruction, by name, for a full block: see the Note.
@@ -93,7 +95,9 @@ def full_block(sass: str, tiles: int = 1) -> Counter[str]:
     """
     code = [_Instruction(int(each[1], 16), each[2] or "", each[3], each[4]) for each in _LINE.finditer(sass)]
     place = {each.address: i for i, each in enumerate(code)}
-    path = _shortest(code, place, 0, lambda i: code[i].name == "EXIT" and not code[i].condition)
+    first = next((i for i, each in enumerate(code) if _WIDE.match(each.name)), 0)
+    path = _shortest(code, place, 0, lambda i: i == first)[:-1]
+    path += _shortest(code, place, first, lambda i: code[i].name == "EXIT" and not code[i].condition)
     executed = Counter(code[i].name for i in path)
     for i, each in enumerate(code):
         target = _target(each, place)

@@ -41,6 +41,14 @@ def test_the_path_of_a_full_block() -> None:
     assert full_block(BRANCHES.replace("@!P2 BRA", "@!P2 CALL")) == last
 
 
+def test_the_path_goes_through_a_wide_access() -> None:
+    """Also where the last block has fewer instructions, as in pieces of a turn each."""
+    blocks = sass("@P0 BRA {3}", "LDG.E.128 R4, desc[UR4][R2.64]", *["FADD R1, R1, R2"] * 4, "EXIT")
+    blocks = blocks.replace("@P0 BRA 0x30", "@P0 BRA 0x60")
+    assert full_block(blocks) == {"BRA": 1, "LDG.E.128": 1, "FADD": 4, "EXIT": 1}
+    assert full_block(blocks.replace(".128", "")) == {"BRA": 1, "EXIT": 1}
+
+
 def test_loops_turn_as_often_as_there_are_tiles() -> None:
     loop = sass(
         "S2R R0", "FADD R1, R1, R2", "@P1 BRA {4}", "DFMA R4, R4, R4, R2", "@!P6 BRA {6}", "BRA {1}", "EXIT"
