@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 from torch._dynamo.utils import counters
 
 import collage_fx
@@ -36,6 +37,7 @@ from tests.support.training import (
     Descent,
     compiled,
     differences,
+    errors_beside_float64,
     everything,
     live_error_terms,
     parameters,
@@ -431,6 +433,47 @@ def test_the_none_strategy_is_plain_inductor_with_a_report() -> None:
         results.append(everything(optimizer))
     assert differences(*results) == []
     assert [row.compensated for row in backend.report().tensors] == [False] * 4
+
+
+#: Sums with a product of matrices, and a factor, which Inductor of torch 2.13 drops where it makes addmm.
+SUMS_OF_PRODUCTS: dict[str, Callable[[Tensor, Tensor, Tensor], Any]] = {
+    "in place": lambda p, a, b: p.add_(a @ b, alpha=-0.25),
+    "subtracted": lambda p, a, b: p.sub_(a @ b, alpha=0.25),
+    "a new tensor": lambda p, a, b: torch.add(p, a @ b, alpha=3),
+    "the other operand": lambda p, a, b: torch.add(a @ b, p, alpha=3),
+    "a transpose": lambda p, a, b: p.add_((a @ b).T, alpha=-0.25),
+    "two products": lambda p, a, b: torch.add(a @ b, b @ a, alpha=-0.5),
+    "a stack": lambda p, a, b: torch.add(p[None], torch.bmm(a[None], b[None]), alpha=3),
+    "addmm": lambda p, a, b: torch.addmm(p, a, b, beta=0.5, alpha=3),
+    "a vector": lambda p, a, b: torch.add(p[0], a @ b[0], alpha=3),
+}
+
+
+@pytest.mark.parametrize("name", SUMS_OF_PRODUCTS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_a_factor_of_a_product_stays(name: str, dtype: torch.dtype) -> None:
+    function = SUMS_OF_PRODUCTS[name]
+    given = [torch.randn(4, 4, generator=torch.Generator().manual_seed(seed)).to(dtype) for seed in range(3)]
+    expected = function(*(each.double() for each in given))
+    found = torch.compile(function, backend=CollageBackend(strict=False))(*given)
+    most = 8 * torch.finfo(dtype).eps * max(1.0, float(expected.abs().max()))
+    assert float((found.double() - expected).abs().max()) <= most
+
+
+class ByProduct(Descent):
+    """Descent along a product, as of optimizers with a projection or a preconditioner."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for p in self.param_groups[0]["params"]:
+            p.add_(p.grad @ p.grad.T, alpha=-self.param_groups[0]["lr"])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_an_update_by_a_product_has_its_learning_rate(dtype: torch.dtype) -> None:
+    params = parameters(dtype, shapes=[(4, 4)])
+    _, errors = errors_beside_float64(ByProduct, lambda optimizer: install(optimizer).step, params, steps=3)
+    assert max(errors) <= 0.02
 
 
 def test_a_graph_that_does_nothing() -> None:

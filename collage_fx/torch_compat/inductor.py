@@ -21,6 +21,8 @@ from collage_fx.torch_compat.patch_inductor import without_contraction, without_
 from collage_fx.torch_compat.patch_numbers import keeping_numbers_symbolic
 from collage_fx.torch_compat.version import version
 
+aten = torch.ops.aten
+
 RELIED_ON = (
     (
         "torch._inductor.compile_fx:"
@@ -76,6 +78,7 @@ def inductor_compile_as_it_is(gm: torch.fx.GraphModule, example_inputs: Sequence
     if any(isinstance(each, torch.Tensor) and each.device.type == "cpu" for each in example_inputs):
         isa = pick_vec_isa()
         add_to_cache_key(gm, vectors=(str(isa), isa.bit_width()))
+    _write_factors_out(gm.graph)
     # AOTAutograd's decompositions: newer versions of Inductor refuse an operator that is in them and has no
     # kernel, and do not cache the graph. Ours contain operators of which only some calls are decomposed.
     kwargs.pop("get_decomp_fn", None)
@@ -83,6 +86,20 @@ def inductor_compile_as_it_is(gm: torch.fx.GraphModule, example_inputs: Sequence
     if hasattr(compiled, "source_code"):
         note_generated_code([compiled.source_code])
     return compiled
+
+
+def _write_factors_out(graph: torch.fx.Graph) -> None:
+    """Write ``add(x, y, alpha=c)`` as ``add(x, y * c)`` where one of both is a product of matrices.
+
+    Inductor makes ``addmm`` of it, and (2.13 does) drops the factor: ``p.add_(a @ b, alpha=-lr)`` adds a @ b.
+    """
+    for node in graph.find_nodes(op="call_function", target=aten.add.Tensor):
+        x, y = node.args[:2]
+        if "alpha" in node.kwargs and aten.mm.default in (getattr(each, "target", None) for each in (x, y)):
+            with graph.inserting_before(node):
+                scaled = graph.call_function(aten.mul.Tensor, (y, node.kwargs["alpha"]))
+            scaled.meta.update(y.meta if isinstance(y, torch.fx.Node) else {})
+            node.args, node.kwargs = (x, scaled), {}
 
 
 _generated: ContextVar[list[str] | None] = ContextVar("_generated", default=None)
