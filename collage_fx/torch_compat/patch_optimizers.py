@@ -165,6 +165,7 @@ def _with_positional_lists(call_method: Callable[..., Any]) -> Callable[..., Any
         if kwargs:
             bound = inspect.signature(self.value._init_group).bind(*args, **kwargs)
             args, kwargs = list(bound.args), bound.kwargs
+        _make_entries(self.value)
         if any("capturable" in group for group in self.value.param_groups):
             return call_method(self, tx, name, args, kwargs)
         _return_counters(self.value)
@@ -175,6 +176,20 @@ def _with_positional_lists(call_method: Callable[..., Any]) -> Callable[..., Any
             del self.move_step_if_cpu
 
     return called
+
+
+def _make_entries(optimizer: torch.optim.Optimizer) -> None:
+    """Give each parameter with a gradient its entry in the state, as ``_init_group`` of torch.optim does.
+
+    Dynamo traces the state as it is in front of the first group, and makes guards of it as it is behind the
+    last one. Without the entry of a later group the code of the first step, in which SGD makes its momentum,
+    would fit the next steps, too.
+    """
+    if is_of_torch_optim(type(optimizer)._init_group):  # type: ignore[attr-defined]
+        for group in optimizer.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    optimizer.state[p]
 
 
 def _return_counters(optimizer: torch.optim.Optimizer) -> None:
