@@ -254,8 +254,10 @@ def test_a_step_that_torch_has_not_wrapped_is_recorded_with_its_closure(passes: 
     optimizer, expected = WithoutInit(params), WithoutInit(exact)
     closure, in_eager_torch = Closure(params, case), Closure(exact, case)
     before = [p.detach().clone() for p in params_of(optimizer)]
-    with pytest.raises(GraphBreakError, match=r"collage_fx\.install\(optimizer\)"):
+    with pytest.raises(GraphBreakError, match=r"collage_fx\.install\(optimizer\)") as refusal:
         torch.compile(optimizer.step, backend=CollageBackend())(closure)
+    assert "tests/support/written_classes.py:" in str(refusal.value)
+    assert f"at {__file__}:" in str(refusal.value)
     assert closure.calls == 0
     assert all(map(torch.equal, before, params_of(optimizer)))
     step: Callable[..., Any] = install(optimizer).step

@@ -62,6 +62,13 @@ def test_what_zip_asserts_is_no_fault_and_an_option_of_the_same_name_is() -> Non
     assert (2, "ReplaceTrueWithFalse") not in found
 
 
+def test_the_star_in_front_of_keywords_is_no_fault() -> None:
+    source = "def f(a, b=1, *, c=2):\n    return a\n"
+    texts = {each.text(source) for each in mutants_of(PATH, source, {1, 2})}
+    assert not any("/" in text for text in texts)
+    assert any("b=1" not in text for text in texts)
+
+
 def test_faults_are_in_changed_lines_alone() -> None:
     assert {each.line for each in mutants_of(PATH, SOURCE, {6, 7, 8, 13})} == {13}
 

@@ -9,9 +9,11 @@ pointer, and the length. A program finds its row and its block in its own word, 
 The body of a kernel is a function that is called for a full block at once, and for a tensor's last block in
 pieces of an element for each thread. The mask of a full block is all ones, which Triton omits: then the block
 loads and stores 16 bytes at a time, whatever the length of the tensor. With masks, eight elements of a thread
-would take half as many registers again as without, and a kernel has the registers of the larger body. Fused multiply-adds are off, but where our functions write them: LLVM would choose
-separately for each copy of an expression (full block, last block, each element of a thread) which of two
-products to fuse, and bits would depend on the index.
+would take half as many registers again as without, and a kernel has the registers of the larger body.
+
+Fused multiply-adds are off, but where our functions write them: LLVM would choose separately for each copy of
+an expression (full block, last block, each element of a thread) which of two products to fuse, and bits would
+depend on the index.
 
 Note [Sums of a launch]
 -----------------------

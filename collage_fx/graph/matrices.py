@@ -120,7 +120,7 @@ def _origin(node: object) -> object:
     while (
         isinstance(node, Node) and node.op == "call_function" and (is_movement(node) or passed_operand(node))
     ):
-        node = node.all_input_nodes[0]
+        (node, *_) = node.all_input_nodes
     return node
 
 

@@ -402,11 +402,11 @@ def test_code_with_constants_that_have_no_hash(way: Way) -> None:
     assert max(errors) < COMPENSATED
 
 
-# A state that is looked up, and made, in front of a break. -----------------------------------------------------
+# A state that is looked up, and made, in front of a break. --------------------------------------------------
 
 
 class SharesState(Optimizer):
-    """Notes the parameters, and has an optimizer step whose state is its own, as pytorch_optimizer's SAM does.
+    """Notes the parameters, and has an optimizer step whose state is its own: SAM of pytorch_optimizer.
 
     Dynamo has no guard on a key that is not in the state yet, and makes the entry of each step anew.
     """
@@ -440,4 +440,39 @@ def test_a_state_that_is_made_in_front_of_a_break_stays(dtype: torch.dtype, name
     params = parameters(dtype, SHAPES)
     optimizer, errors = errors_beside_float64(make, way, params, steps=4)
     assert [int(optimizer.state[p]["step"]) for p in params] == [4, 4, 4]
+    assert max(errors) <= COMPENSATED
+
+
+class ByViews(Optimizer):
+    """A step that updates parameters by views of their memory, after a closure and a look at a value."""
+
+    def __init__(self, params: Any, replaces: bool) -> None:
+        super().__init__(params, {})
+        self.replaces = replaces
+
+    def closure(self) -> None:
+        for p in self.param_groups[0]["params"] if self.replaces else ():
+            p.data = p.data.clone()
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for p in self.param_groups[0]["params"]:
+            p.mul_(1 - LR)
+        (closure or self.closure)()
+        for p in self.param_groups[0]["params"]:
+            assert p.grad is not None
+            if p.grad.norm() < 1e9:
+                p.data.view(-1).add_(p.grad.view(-1), alpha=-LR)
+
+
+@pytest.mark.parametrize("replaces", [False, True])
+def test_a_closure_may_give_parameters_other_memory(replaces: bool) -> None:
+    def step_of(optimizer: Any) -> Callable[[], Any]:
+        step = install(optimizer).step
+        return lambda: step(optimizer.closure)
+
+    def make(params: Any) -> Optimizer:
+        return ByViews(params, replaces)
+
+    _, errors = errors_beside_float64(make, step_of, parameters(shapes=SHAPES), steps=6)
     assert max(errors) <= COMPENSATED

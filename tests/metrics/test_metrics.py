@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from collage_fx import CollageBackend, full_value
+from collage_fx import CollageBackend, full_value, install
 from collage_fx.errors import InvalidOptionError
 from collage_fx.metrics.quality import MeasuredTensor, Metrics, UpdateQuality
 from collage_fx.metrics.rows import (
@@ -35,7 +35,15 @@ from collage_fx.metrics.rows import (
 from collage_fx.numerics.formats import storage_format
 from collage_tools.pages.plots import plot
 from tests.support.substitutes import captured_into_a_cuda_graph, observing_within
-from tests.support.training import Descent, compiled, differences, everything, parameters, run_steps
+from tests.support.training import (
+    Descent,
+    compiled,
+    differences,
+    everything,
+    parameters,
+    run_steps,
+    set_gradients,
+)
 
 DTYPES = (torch.bfloat16, torch.float16)
 CPU = torch.device("cpu")
@@ -666,3 +674,20 @@ def test_recorded_steps_count_once() -> None:
 def test_every_is_a_whole_number(every: Any) -> None:
     with pytest.raises(InvalidOptionError, match="metrics_every"):
         CollageBackend(metrics=True, metrics_every=every)
+
+
+@pytest.mark.parametrize("every", [1, 2])
+def test_a_measured_step_leaves_parameters_without_a_gradient_alone(every: int) -> None:
+    """Those that the compiled step has: whether the step is measured or not."""
+    shapes = [(8, 4), (8, 4), (5,)]
+    measured, expected = parameters(shapes=shapes), parameters(shapes=shapes)
+    made = [torch.optim.AdamW(params, lr=1e-3) for params in (measured, expected)]
+    install(made[0], metrics=True, metrics_every=every)
+    install(made[1])
+    for i in range(6):
+        for optimizer, params in zip(made, (measured, expected), strict=True):
+            set_gradients(params, seed=i)
+            if i % 3:
+                params[i % 3].grad = None
+            optimizer.step()
+    assert not differences(everything(made[0]), everything(made[1]))

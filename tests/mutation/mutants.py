@@ -115,7 +115,8 @@ def mutants_of(path: Path, source: str, lines: Collection[int]) -> list[Mutant]:
     """Return the mutants of a file in some of its lines, but for those that no test can or need tell.
 
     Annotations, docstrings, decorators, assertions and what is raised are left alone, as are ``strict`` of
-    ``zip``, an assertion too, and the number of digits of a digest: any will do.
+    ``zip``, an assertion too, the number of digits of a digest: any will do, and the star in front of
+    parameters that are keywords alone: a slash there, which is drawn for it, lets them be keywords, too.
     """
     tree = ast.parse(source)
     spared, functions = _spared(tree), _functions(tree)
@@ -141,9 +142,15 @@ def is_another_program(mutant: Mutant, source: str) -> bool:
 def _spared(tree: ast.Module) -> list[tuple[Position, Position]]:
     """Return the spans of a file that are not mutated, by their beginnings."""
     spans: list[ast.AST | None] = []
+    stars: list[tuple[Position, Position]] = []
     for node in ast.walk(tree):
         if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
             spans += [node.returns, *node.decorator_list]
+            if node.args.kwonlyargs:
+                first = node.args.kwonlyargs[0]
+                before: list[ast.arg | ast.expr] = [*node.args.args, *node.args.defaults]
+                ends = [(each.end_lineno or 0, each.end_col_offset or 0) for each in before]
+                stars.append((max(ends, default=(node.lineno, 0)), (first.lineno, first.col_offset)))
         elif isinstance(node, ast.ClassDef):
             spans += node.decorator_list
         elif isinstance(node, (ast.arg, ast.AnnAssign)):
@@ -157,9 +164,14 @@ def _spared(tree: ast.Module) -> list[tuple[Position, Position]]:
         ):
             spans.append(node)
     return sorted(
-        ((each.lineno, each.col_offset), (each.end_lineno or 0, each.end_col_offset or 0))
-        for each in spans
-        if isinstance(each, (ast.expr, ast.stmt))
+        [
+            *stars,
+            *(
+                ((each.lineno, each.col_offset), (each.end_lineno or 0, each.end_col_offset or 0))
+                for each in spans
+                if isinstance(each, (ast.expr, ast.stmt))
+            ),
+        ]
     )
 
 

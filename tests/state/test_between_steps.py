@@ -18,7 +18,7 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 
 import collage_fx
-from collage_fx import CollageBackend, assign, error_terms, full_value, move_state
+from collage_fx import CollageBackend, assign, error_terms, full_value, install, move_state
 from collage_fx.numerics import ERROR_FORMATS
 from collage_fx.state.written import WriteDetector
 from tests.support.training import (
@@ -629,3 +629,46 @@ def test_a_recorded_step_looks_at_all_parameters_once() -> None:
     optimizer = collage_fx.install(Normed(params))
     run_steps(optimizer.step, params, range(3))
     assert calls_of(optimizer.step, WriteDetector.note.__code__) == 1
+
+
+class Wrapper(Tensor):
+    """A bfloat16 tensor of a codes' tensor, without memory of its own, as of quantized layers."""
+
+    codes: Tensor
+
+    @staticmethod
+    def __new__(cls, codes: Tensor) -> Wrapper:
+        made: Wrapper = Tensor._make_wrapper_subclass(cls, codes.shape, dtype=torch.bfloat16)
+        made.codes = codes
+        return made
+
+    def __tensor_flatten__(self) -> tuple[list[str], None]:
+        return ["codes"], None
+
+    @staticmethod
+    def __tensor_unflatten__(inner: dict[str, Tensor], *unused: Any) -> Wrapper:
+        return Wrapper(inner["codes"])
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        if func is torch.ops.aten.detach.default:
+            return Wrapper(args[0].codes)
+        raise NotImplementedError(f"{func} of a wrapper")
+
+
+@pytest.mark.parametrize("kind", ["wrapper", "sparse"])
+def test_parameters_without_memory_are_not_looked_at(kind: str) -> None:
+    """They are frozen beside others: a step reads none of their elements."""
+    codes = torch.ones(4, 4, dtype=torch.int8)
+    made = Wrapper(codes) if kind == "wrapper" else torch.eye(4).bfloat16().to_sparse()
+    frozen = torch.nn.Parameter(made, requires_grad=False)
+    (trained,) = parameters(shapes=[(4, 4)])
+    step = install(torch.optim.SGD([{"params": [frozen]}, {"params": [trained]}], lr=2.0**-12)).step
+    before = full_value(trained)
+    for i in range(3):
+        set_gradients([trained], seed=i)
+        step()
+    assert error_terms(trained)
+    assert not torch.equal(full_value(trained), before)
+    assert frozen.grad is None
+    assert torch.equal(codes, torch.ones_like(codes))
