@@ -289,7 +289,8 @@ of hi, 5 of 48,549 differ from the CPU's step with AdamW, none with LAMB and Ada
 
 A step is launched once for the counters of all tensors and once for their elements. A kernel is printed in
 Triton from the graph of the update, and compiled and launched by Inductor's runtime; a program reads from a
-table of addresses which tensor it works on. Read off the kernels, without a GPU (torch {torch}, Triton {triton}):
+table of addresses which tensor it works on. Read off the kernels, without a GPU
+(torch {torch}, Triton {triton}):
 
 {table}
 

@@ -41,15 +41,20 @@ TRITON_TYPES: Mapping[torch.dtype, str] = {
     torch.float32: "float32",
     torch.bfloat16: "bfloat16",
     torch.float16: "float16",
+    torch.float8_e4m3fn: "float8e4nv",
+    torch.float8_e5m2: "float8e5",
     torch.int64: "int64",
     torch.int32: "int32",
     torch.int16: "int16",
     torch.int8: "int8",
+    torch.uint64: "uint64",
+    torch.uint32: "uint32",
+    torch.uint16: "uint16",
     torch.uint8: "uint8",
     torch.bool: "int1",
 }
 
-#: Low-precision floats: no arithmetic is spelled for them.
+#: Low-precision floats that C++ has as their bits. No arithmetic is spelled for any float below 4 bytes.
 STORED_AS_BITS = (torch.bfloat16, torch.float16)
 
 #: An operand: its expression, its dtype, and whether it is a tensor of one number (0-d); or a Python number.
@@ -399,8 +404,9 @@ def spelled(
     if spelling is None or (spelling.of_numbers and language is CPP and not is_number):
         raise NoSpelling(name)
     computed_in = _compared_in(operands) if name in _COMPARISONS else dtype
-    is_of_others = spelling.of_floats and not computed_in.is_floating_point
-    if computed_in in STORED_AS_BITS or computed_in not in language.types or is_of_others:
+    is_float = computed_in.is_floating_point
+    is_stored_alone = is_float and computed_in.itemsize < 4
+    if is_stored_alone or (spelling.of_floats and not is_float) or computed_in not in language.types:
         raise NoSpelling(f"{name} of {computed_in}")
     texts = [
         language.converted(*operand[:2], computed_in)

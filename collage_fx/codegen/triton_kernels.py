@@ -168,8 +168,10 @@ class _Printer:
         yield f"    row = table + (program >> 32) * {words}"
         yield "    block = (program & 0xffffffff).to(tl.int32)"
         for i, node in enumerate(self.pointers):
-            name, dtype = self._pointer(node), TRITON.types[node.meta["val"].dtype]
-            address = f"tl.load(row + {i}).to(tl.pointer_type(tl.{dtype}))"
+            name, dtype = self._pointer(node), node.meta["val"].dtype
+            if dtype not in TRITON.types:
+                raise NoSpelling(f"type for {dtype}")
+            address = f"tl.load(row + {i}).to(tl.pointer_type(tl.{TRITON.types[dtype]}))"
             is_array = self.elements.kinds[node] is not Kind.NUMBER
             yield f"    {name} = {f'tl.multiple_of({address}, ALIGNMENT)' if is_array else address}"
         given = ", ".join(map(self._pointer, self.pointers))

@@ -74,6 +74,26 @@ def test_functions_of_the_library_are_within_an_ulp(target: Any) -> None:
     assert not wrong[exact.isfinite() & (exact.abs() < 3.4e38)].any()
 
 
+def test_eight_bits_of_peers_are_loaded_and_stored() -> None:
+    """Of e4m3, below its largest number: beyond, a card's conversion ends at it."""
+    x = patterns(F32, 1).clamp(-400, 400)
+    for given, to in ((x, torch.float8_e4m3fn), (x.to(torch.float8_e4m3fn), F32)):
+        found, expected = computed(prims.convert_element_type.default, [given, to])
+        assert same_bits(found.float(), expected.float())
+
+
+def test_a_dtype_that_triton_lacks_is_refused() -> None:
+    x = torch.zeros(LENGTH, dtype=torch.complex64)
+    graph = Graph()
+    n, into, given = (graph.placeholder(name) for name in ("n", "into", "given"))
+    store = graph.call_function(aten.copy_.default, (into, given))
+    n.meta["val"] = LENGTH
+    into.meta["val"] = given.meta["val"] = store.meta["val"] = x
+    graph.output(())
+    with pytest.raises(NoSpelling, match=r"type for torch\.complex64"):
+        printed(graph)
+
+
 @pytest.mark.parametrize("rounds", [False, True])
 def test_quotients_are_rounded_where_inductor_is_told_to(rounds: bool) -> None:
     """Otherwise a card's quotient is within 2 ulps, in fewer instructions."""
