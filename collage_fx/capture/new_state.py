@@ -19,10 +19,12 @@ class _BeforeTrace:
     Attributes:
         trace: mark that tells this trace from others.
         known: ``id`` of each key that had state.
+        present: ``id`` of each key that had an entry, maybe an empty one.
     """
 
     trace: Any
     known: frozenset[int]
+    present: frozenset[int]
 
 
 def remember_state(optimizer: Optimizer, trace: Any) -> None:
@@ -32,13 +34,15 @@ def remember_state(optimizer: Optimizer, trace: Any) -> None:
     """
     before = records.find(optimizer, _BeforeTrace)
     if before is None or before.trace != trace:
-        records.put(optimizer, _BeforeTrace(trace, frozenset(map(id, _keys_with_state(optimizer)))))
+        known = frozenset(map(id, _keys_with_state(optimizer)))
+        records.put(optimizer, _BeforeTrace(trace, known, frozenset(map(id, optimizer.state))))
 
 
 def forget_new_state(optimizer: Optimizer) -> None:
     """Remove the state of a refused step: state that was initialised since :func:`remember_state`."""
     if (before := records.find(optimizer, _BeforeTrace)) is not None:
-        for key in [key for key in _keys_with_state(optimizer) if id(key) not in before.known]:
+        new = {key for key in optimizer.state if id(key) not in before.present}
+        for key in new.union(key for key in _keys_with_state(optimizer) if id(key) not in before.known):
             del optimizer.state[key]
 
 

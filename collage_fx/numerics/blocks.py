@@ -106,9 +106,9 @@ def most_of_block(byte: Tensor, bits: int, signed: bool) -> Tensor:
 
 def number_of_code(code: Tensor, unit: Tensor, bits: int, signed: bool) -> Tensor:
     """Return the float32 number of an integer of a block with this :func:`block_unit`."""
-    number = code.to(torch.float32)
     if (bits, signed) == (16, False):
-        number = torch.where(number < 0, number + 65536.0, number)
+        code = code.to(torch.int32) & 0xFFFF
+    number = code.to(torch.float32)
     if bits == 8:
         number = number * number.abs()
     size = number * unit
@@ -172,10 +172,7 @@ def code_of_number(
     code = torch.where(code < most, code, most)  # most replaces a NaN, too
     if signed:
         code = torch.where(root < 0, -code, code)
-    integer = code.to(torch.int32)
-    if (bits, signed) == (16, False):
-        integer = torch.where(integer > 32767, integer - 65536, integer)
-    return integer.to(CODES[bits, signed])
+    return code.to(torch.int32).to(CODES[bits, signed])  # of 16 bits without a sign, modulo 2**16
 
 
 _SIGN = -(2**31)
@@ -213,8 +210,6 @@ def code_of_number_by_fma(
     if not signed:
         least = torch.minimum(limit, _of(1, limit))
         integer = torch.maximum(integer, torch.minimum(given, least))
-    if (bits, signed) == (16, False):
-        integer = torch.where(integer > 32767, integer - 65536, integer)
     return integer.to(CODES[bits, signed])
 
 
