@@ -17,14 +17,19 @@ pytestmark = pytest.mark.skipif(
 
 
 def fused(ptx: str) -> Counter[str]:
-    """Count the fused multiply-adds of a thread, by type."""
-    return Counter(re.findall(r"\bfma\.rn(?:\.ftz)?\.(f\d\d)", ptx))
+    """Count the fused multiply-adds of a thread, by type; Blackwell has one for two elements."""
+    counted = Counter[str]()
+    for kind, two in re.findall(r"\bfma\.rn(?:\.ftz)?\.(f\d\d)(x2)?", ptx):
+        counted[kind] += 2 if two else 1
+    return counted
 
 
 def written(source: str) -> Counter[str]:
-    """Count the fused multiply-adds that a thread has for its 8 elements by the source, by type."""
-    found = re.findall(r"(?m)^    tmp\d+ = tl\.fma\(", source)
-    return Counter({"f32": 8 * len(found)}) - Counter()
+    """Count those that a thread has by the source: for its 8 elements of a full block, and one of a piece."""
+    functions = re.findall(r"(?m)^def (\w+)\(.*\):\n((?:    .*\n)+)", source)
+    body = dict(functions)["_body"]
+    called = sum(text.count("tl.fma(") * body.count(f"{name}(") for name, text in functions)
+    return Counter({"f32": 9 * (called + body.count("tl.fma("))}) - Counter()
 
 
 @pytest.mark.rotating
@@ -36,18 +41,16 @@ def test_a_kernel_moves_what_is_held_once(row: gpu_kernels.Row) -> None:
     assert found.launches <= 2 + row.optimizer.startswith("RMSprop")
     assert found.calls == 0
     assert found.moved == pytest.approx(found.held, abs=0.01)  # but for scales of blocks, a byte for each 32
-    assert all(code.spilled == 0 for code in found.code.values())
+    # A thousand instructions of native arithmetic wait for no four registers.
+    assert all(code.spilled <= 16 * ("native" in row.words) for code in found.code.values())
     if "native" not in row.options.values():  # whose products in two parts are made of fma
         for code in found.code.values():
             if "ptx" in code.stages:
-                found_of_type, once = fused(code.stages["ptx"]), written(found.kernel.source)
-                assert found_of_type.keys() == once.keys()
-                # Code for a full block and for the last one, or for both where it has no mask.
-                assert all(found_of_type[each] in (once[each], 2 * once[each]) for each in once)
+                assert fused(code.stages["ptx"]) == written(found.kernel.source)
     if "state" not in row.options and row.options.get("error_format") != "byte":
         assert found.wide[0] == found.wide[1]
     if "block8" in row.words:  # a root for the integer of each moment is approximate, no other
-        assert found.kernel.source.count("= tl.sqrt(") == 2
+        assert found.kernel.source.count("tl.sqrt(") == 2
     told = gpu_kernels.PATH.read_text(encoding="utf-8")
     if torch.__version__.partition("+")[0] in told:  # registers and instructions are those of a version
         if "native" not in row.options.values():
