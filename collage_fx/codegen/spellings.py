@@ -266,6 +266,17 @@ def _absolute(dtype: torch.dtype, x: str) -> str:
     return f"absolute({bare(x)})"
 
 
+def _cpp_sigmoid(dtype: torch.dtype, x: str) -> str:
+    one = CPP.constant(1, dtype)
+    return f"({one} / ({one} + {_of_library('exp')(dtype, _negative(dtype, x))}))"
+
+
+def _triton_sigmoid(dtype: torch.dtype, x: str) -> str:
+    one = TRITON.constant(1, dtype)
+    below = f"({one} + {_of_device('exp')(dtype, _triton_negative(dtype, x))})"
+    return _triton_quotient(dtype, one, below)
+
+
 def _triton_extreme(name: str) -> Writer:
     """Write the larger or smaller of two numbers, NaN if one of them is."""
 
@@ -334,6 +345,7 @@ _SPELLINGS: Mapping[str, _Spelling] = {
         ),
         of_floats=True,
     ),
+    "sigmoid": _Spelling((_cpp_sigmoid, _triton_sigmoid), of_floats=True, of_numbers=True),
     "fma": _rounded("fma"),
     "floor": _rounded("floor"),
     "ceil": _rounded("ceil"),
@@ -363,7 +375,7 @@ _SPELLINGS: Mapping[str, _Spelling] = {
         name: _rounded(name, of_numbers=True)
         for name in (
             *("pow", "exp", "exp2", "expm1", "log", "log2", "log10", "log1p"),
-            *("sin", "cos", "tan", "tanh", "atan"),
+            *("sin", "cos", "tan", "tanh", "atan", "sinh", "cosh", "asin", "acos", "atan2", "erf", "erfc"),
         )
     },
 }

@@ -57,7 +57,7 @@ PARTS, COMPILED_PARTS = 24, 6
 #: scale, and the attributes that tell the step about them.
 SCALED, GIVEN = "_step_supports_amp_scaling", ("grad_scale", "found_inf")
 
-#: Attributes of an optimizer that no step computes with, and an entry that Dynamo sets in its groups, for good,
+#: Attributes of an optimizer that no step computes with, and an entry of its groups that Dynamo sets for good
 #: when it traces the first step on a GPU.
 OTHER = frozenset({"_opt_called", SCALED, *GIVEN, "capturable"})
 

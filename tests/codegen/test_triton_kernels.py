@@ -64,10 +64,10 @@ def test_an_operation_has_the_bits_of_eager_torch(name: str) -> None:
     assert same_bits(found, expected)
 
 
-@pytest.mark.parametrize("target", [aten.exp.default, aten.log.default, aten.tanh.default, aten.atan.default])
-def test_functions_of_the_library_are_within_an_ulp(target: Any) -> None:
+@pytest.mark.parametrize("name", ["exp", "log", "tanh", "atan", "sinh", "cosh", "asin", "acos"])
+def test_functions_of_the_library_are_within_an_ulp(name: str) -> None:
     """The interpreter rounds them once, a card may err by an ulp."""
-    x = patterns(F32, 1)
+    x, target = patterns(F32, 1), getattr(aten, name).default
     found, _ = computed(target, [x])
     exact = target(x.double())
     wrong = (found.double() - exact).abs() > exact.abs() * 2.0**-23 + 2.0**-149
@@ -92,6 +92,14 @@ def test_a_dtype_that_triton_lacks_is_refused() -> None:
     graph.output(())
     with pytest.raises(NoSpelling, match=r"type for torch\.complex64"):
         printed(graph)
+
+
+def test_a_sigmoid_is_a_quotient() -> None:
+    """1 and an exponential are added with an error of an ulp, as are the exponential and the quotient."""
+    x = patterns(F32, 1)
+    found, _ = computed(aten.sigmoid.default, [x])
+    exact = torch.sigmoid(x.double())
+    assert not ((found.double() - exact).abs() > exact * 3 * 2.0**-23 + 2.0**-126)[~x.isnan()].any()
 
 
 @pytest.mark.parametrize("rounds", [False, True])
