@@ -319,6 +319,11 @@ def _is_no_larger(value: Node) -> bool:
     return value.target in NO_LARGER or is_joined
 
 
+def is_read(node: Node) -> bool:
+    """Return whether the elements of an input are read, and not only overwritten."""
+    return any(user.target is not aten.copy_.default or user.args[1] is node for user in node.users)
+
+
 def is_load(node: Node) -> bool:
     """Return whether a node is the conversion of an input."""
     return node.target is CONVERT and _operand(node).op == "placeholder"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -26,6 +26,9 @@ from collage_fx.torch_compat import OpOverload, pytree
 
 aten = torch.ops.aten
 CONVERT = torch.ops.prims.convert_element_type.default
+
+#: Functions whose square roots may be approximate: they say why.
+WITH_APPROXIMATE_ROOTS = (code_of_number_by_fma,)
 
 
 class Function(NamedTuple):
@@ -59,26 +62,20 @@ def function_of(
     Raises:
         NoSpelling: an operation of the function has none.
     """
-    trace = trace_of(function, dtypes, constants)
-    parameters = list(inspect.signature(function).parameters)[: len(dtypes)]
-    texts = dict(zip(trace.graph.find_nodes(op="placeholder"), parameters, strict=True))
-    result = _result_of(trace)
+    trace, parameters, result = _traced(function, dtypes, constants)
     is_cut = not (is_small_integer(result.meta["val"].dtype) and result.target is CONVERT)
     if not is_cut:
         (result,) = result.all_input_nodes
-    lines = list[str]()
-    tests = False
-    for node in trace.graph.nodes:
-        if node.op != "call_function":
-            continue
+
+    def written(node: Node, texts: Mapping[Node, str]) -> str:
         text = _exact_sum(node, texts, CPP) or expression(node, texts, CPP)
-        if _is_test(node):
-            text, tests = f"(Finite || {bare(text)})", True
-        if len(node.users) > 1 and node.all_input_nodes:
-            name = f"t{len(lines)}"
-            lines.append(f"const {in_register(node.meta['val'].dtype)} {name} = {bare(text)};")
-            text = name
-        texts[node] = text
+        return f"(Finite || {bare(text)})" if _is_test(node) else text
+
+    def statement(node: Node, name: str, text: str) -> str:
+        return f"const {in_register(node.meta['val'].dtype)} {name} = {text};"
+
+    lines, texts = _statements(trace, parameters, written, statement)
+    tests = any(node.op == "call_function" and _is_test(node) for node in trace.graph.nodes)
     name = "_".join([function.__name__, *map(_word, constants)])
     arguments = ", ".join(f"{in_register(d)} {x}" for d, x in zip(dtypes, parameters, strict=True))
     body = "\n".join(f"  {line}" for line in [*lines, f"return {bare(texts[result])};"])
@@ -92,31 +89,55 @@ def triton_function_of(
     function: Callable[..., Any], dtypes: tuple[torch.dtype, ...], constants: tuple[Any, ...] = ()
 ) -> Function:
     """Write an elementwise function of tensors as a Triton function; else as :func:`function_of`."""
-    trace = trace_of(function, dtypes, constants)
-    parameters = list(inspect.signature(function).parameters)[: len(dtypes)]
-    texts = dict(zip(trace.graph.find_nodes(op="placeholder"), parameters, strict=True))
-    lines = list[str]()
-    for node in trace.graph.nodes:
-        if node.op != "call_function":
-            continue
-        text = _exact_sum(node, texts, TRITON) or expression(node, texts, TRITON)
-        if function is code_of_number_by_fma and node.target is aten.sqrt.default:
-            text = text.replace("tl.sqrt_rn", "tl.sqrt")  # which may be approximate, as it says
-        if len(node.users) > 1 and node.all_input_nodes:
-            lines.append(f"t{len(lines)} = {bare(text)}")
-            text = f"t{len(lines) - 1}"
-        texts[node] = text
+    trace, parameters, result = _traced(function, dtypes, constants)
+
+    def written(node: Node, texts: Mapping[Node, str]) -> str:
+        if function in WITH_APPROXIMATE_ROOTS and node.target is aten.sqrt.default:
+            return f"tl.sqrt({bare(texts[node.all_input_nodes[0]])})"
+        return _exact_sum(node, texts, TRITON) or expression(node, texts, TRITON)
+
+    lines, texts = _statements(trace, parameters, written, lambda node, name, text: f"{name} = {text}")
     name = "_".join([function.__name__, *map(_word, (*constants, *dtypes))])
-    body = "\n".join(f"    {line}" for line in [*lines, f"return {bare(texts[_result_of(trace)])}"])
+    body = "\n".join(f"    {line}" for line in [*lines, f"return {bare(texts[result])}"])
     definition = f"@triton.jit\ndef {name}({', '.join(parameters)}):\n{body}\n"
     return Function(name, definition, tests=False, is_cut=True)
 
 
-def _result_of(trace: GraphModule) -> Node:
-    """Return the value that a traced function returns."""
+def _traced(
+    function: Callable[..., Any], dtypes: tuple[torch.dtype, ...], constants: tuple[Any, ...]
+) -> tuple[GraphModule, list[str], Node]:
+    """Return the trace of a function, the names of its tensors, and the value that it returns."""
+    trace = trace_of(function, dtypes, constants)
     (result,) = pytree.tree_leaves(trace.graph.output_node().args)
     assert isinstance(result, Node)
-    return result
+    return trace, list(inspect.signature(function).parameters)[: len(dtypes)], result
+
+
+def _statements(
+    trace: GraphModule,
+    parameters: Sequence[str],
+    written: Callable[[Node, Mapping[Node, str]], str],
+    statement: Callable[[Node, str, str], str],
+) -> tuple[list[str], dict[Node, str]]:
+    """Write the statements of a function, for values that are used several times, and all expressions.
+
+    Args:
+        trace: the trace of the function.
+        parameters: the names of its tensors.
+        written: writes the expression of a value, given those of the values before it.
+        statement: writes the statement that gives a value a name: ``(value, name, expression)``.
+    """
+    texts = dict(zip(trace.graph.find_nodes(op="placeholder"), parameters, strict=True))
+    lines = list[str]()
+    for node in trace.graph.nodes:
+        if node.op == "call_function":
+            text = written(node, texts)
+            if len(node.users) > 1 and node.all_input_nodes:
+                name = f"t{len(lines)}"
+                lines.append(statement(node, name, bare(text)))
+                text = name
+            texts[node] = text
+    return lines, texts
 
 
 def _word(value: Any) -> str:

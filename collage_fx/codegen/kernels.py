@@ -29,7 +29,7 @@ from pathlib import Path
 import torch
 from torch.fx import Graph, Node
 
-from collage_fx.codegen.elements import ON_GRID, Elements, Kind, Store, is_rounding, reads_half
+from collage_fx.codegen.elements import ON_GRID, Elements, Kind, Store, is_read, is_rounding, reads_half
 from collage_fx.codegen.spellings import bare, in_memory, in_register
 from collage_fx.codegen.statements import Names, Statements
 
@@ -122,7 +122,7 @@ class _Flat:
         self.elements, self.names = elements, Names(elements)
         self.stores = [store for store in elements.stores if self._kind(store) is Kind.OF_ELEMENT]
         self.block_stores = [store for store in elements.stores if self._kind(store) is Kind.OF_BLOCK]
-        self.bytes_read = [node for node in elements.inputs if self._is_byte(node) and self._is_read(node)]
+        self.bytes_read = [node for node in elements.inputs if self._is_byte(node) and is_read(node)]
         self.halves_read = [
             node for node in elements.nodes if reads_half(node) and elements.kinds[node] is Kind.OF_ELEMENT
         ]
@@ -142,11 +142,6 @@ class _Flat:
 
     def _is_byte(self, node: Node) -> bool:
         return self.elements.kinds[node] is Kind.OF_ELEMENT and node.meta["val"].dtype.itemsize == 1
-
-    def _is_read(self, node: Node) -> bool:
-        return any(
-            user.target is not torch.ops.aten.copy_.default or user.args[1] is node for user in node.users
-        )
 
     def source(self) -> str:
         """Return the text of the kernel."""

@@ -35,7 +35,7 @@ from typing import Any
 import torch
 from torch.fx import Graph, Node
 
-from collage_fx.codegen.elements import Elements, Kind, largest_magnitude, place
+from collage_fx.codegen.elements import Elements, Kind, is_read, largest_magnitude, place
 from collage_fx.codegen.functions import expression, triton_function_of
 from collage_fx.codegen.spellings import TRITON, NoSpelling, bare
 from collage_fx.torch_compat import (
@@ -129,7 +129,7 @@ class _Printer:
         inputs = elements.graph.find_nodes(op="placeholder")
         self.numbers = {node: i for i, node in enumerate(inputs)}
         totals = {store.into for store in elements.totals}
-        loaded = [node for node in elements.inputs if node not in totals and _is_loaded(node)]
+        loaded = [node for node in elements.inputs if node not in totals and is_read(node)]
         stored = [store.into for store in elements.stores]
         #: The argument of each load and store, and of each pointer.
         self.accesses = [self.numbers[node] for node in (*loaded, *stored)]
@@ -142,7 +142,8 @@ class _Printer:
         held = (*columns, 0) if self.is_flat else tuple(columns)
         tiles = TILES if self.sums else 1
         size = (TILE if self.sums else BLOCK) // self.width if self.is_flat else 1
-        threads, warp = (THREADS if self.is_flat else warp_size(self.device)), warp_size(self.device)
+        warp = warp_size(self.device)
+        threads = THREADS if self.is_flat else warp
         parts = [*self.functions, body, "\n".join(self._frame(columns, len(held) + bool(self.sums)))]
         kind = "summing_update" if self.sums else "update" if self.is_flat else "numbers"
         name = f"collage_{kind}_{hashlib.sha256(''.join(parts).encode()).hexdigest()[:8]}"
@@ -273,11 +274,6 @@ class _Printer:
         function = triton_function_of(target, dtypes, tuple(node.args[len(dtypes) :]))
         self.functions[function.definition] = None
         return f"{function.name}({', '.join(map(bare, operands))})"
-
-
-def _is_loaded(node: Node) -> bool:
-    """Return whether the elements of an input are read, and not only overwritten."""
-    return any(user.target is not aten.copy_.default or user.args[1] is node for user in node.users)
 
 
 def _adding(device: torch.device) -> TableKernel:

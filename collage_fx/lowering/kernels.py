@@ -140,7 +140,7 @@ def printed(rule: Rule) -> Kernel | Reason:
             source = flat_kernel(gm.graph, rule.width) if rule.flat else number_kernel(gm.graph)
         except NoSpelling as error:
             return Reason(f"printed {'Triton' if rule.is_tabled else 'C++'} has no {error}", what)
-    return _loaded(rule, source, inputs)
+    return _loaded(rule, source, inputs, what)
 
 
 def _launched(rule: Rule, graph: Graph, inputs: Sequence[Any]) -> Kernel:
@@ -158,9 +158,8 @@ def _launched(rule: Rule, graph: Graph, inputs: Sequence[Any]) -> Kernel:
     )
 
 
-def _loaded(rule: Rule, source: str, inputs: Sequence[Any]) -> Kernel | Reason:
+def _loaded(rule: Rule, source: str, inputs: Sequence[Any], what: str) -> Kernel | Reason:
     """Compile the printed kernel of a rule on the host, or return why that is impossible."""
-    what = ", ".join(sorted(rule.operations))
     if sys.platform == "win32":
         return Reason("the compiler takes other flags than those of printed kernels")
     arguments = (*range(rule.flat, len(inputs)), *range(rule.flat))  # the length is the last

@@ -120,4 +120,6 @@ def test_momentum_behind_a_frozen_group(
         trained.grad = torch.ones_like(trained)
         step()
     expected = start - 2.0**-4 * (1 + 1.5 + 1.75)
-    torch.testing.assert_close(full_value(trained), expected, rtol=0, atol=2.0**-20)
+    assert float(start.abs().max()) < 4
+    # Each step may leave an ulp of float32 below 4; momentum and update are numbers of bfloat16.
+    torch.testing.assert_close(full_value(trained), expected, rtol=0, atol=3 * 2.0**-22)

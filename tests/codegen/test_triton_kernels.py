@@ -75,7 +75,7 @@ def test_functions_of_the_library_are_within_an_ulp(name: str) -> None:
 
 
 def test_eight_bits_of_peers_are_loaded_and_stored() -> None:
-    """Of e4m3, below its largest number: beyond, a card's conversion ends at it."""
+    """Numbers below the largest of e4m3: above it, a card converts to the largest, and torch to NaN."""
     x = patterns(F32, 1).clamp(-400, 400)
     for given, to in ((x, torch.float8_e4m3fn), (x.to(torch.float8_e4m3fn), F32)):
         found, expected = computed(prims.convert_element_type.default, [given, to])
@@ -118,7 +118,7 @@ def test_operations_without_a_spelling_are_refused() -> None:
 
 
 def test_an_input_is_a_column_once_and_accessed_as_often_as_it_is() -> None:
-    """What is updated in place is loaded and stored by one address; the length is the last word of a row."""
+    """A row has one address for a tensor that is loaded and stored; its last word is the length."""
     x = patterns(F32, 1)
     graph = Graph()
     for name, value in {"n": LENGTH, "x": x, "y": x, "unused": x}.items():
@@ -159,7 +159,7 @@ def kernels_of(arch: str, **options: Any) -> list[TableKernel]:
 
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90", "sm_100", "gfx942"])
 def test_kernels_compile_for_each_card(arch: str) -> None:
-    """Of the smallest formats, with all operators of blocks and bytes; nothing spills."""
+    """Kernels of the smallest formats have all operators of blocks and bytes; none spills."""
     for kernel in kernels_of(arch, strategy="light", error_format="byte", state="block8"):
         for source in kernel.source.values():
             assert machine_code(kernel.name, source, arch).spilled == 0

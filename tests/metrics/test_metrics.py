@@ -678,7 +678,7 @@ def test_every_is_a_whole_number(every: Any) -> None:
 
 @pytest.mark.parametrize("every", [1, 2])
 def test_a_measured_step_leaves_parameters_without_a_gradient_alone(every: int) -> None:
-    """Those that the compiled step has: whether the step is measured or not."""
+    """Bits are those of the steps without metrics, whichever gradients are absent."""
     shapes = [(8, 4), (8, 4), (5,)]
     measured, expected = parameters(shapes=shapes), parameters(shapes=shapes)
     made = [torch.optim.AdamW(params, lr=1e-3) for params in (measured, expected)]

@@ -48,7 +48,7 @@ LISTED: tuple[Listed, ...] = (
     ),
     Listed(
         "pytorch-optimizer",
-        "*parse*",
+        "*[Ss]parse*",
         r"UnsupportedTensorError: a tensor of layout torch\.sparse_coo",
         "sparse gradients are refused by name",
     ),
