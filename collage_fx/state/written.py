@@ -169,13 +169,11 @@ class WriteDetector:
         i = self._positions.get(id(tensor))
         if i is None or not self._versions:
             return
-        elements = self._sampled_of(i)
-        if version_of(tensor) == self._versions[i] and self._has_same_elements(i, elements):
+        is_as_left = version_of(tensor) == self._versions[i]
+        if is_as_left and self._has_same_elements(i, self._sampled_of(i)):
             return
         self._settle_parameters([i], is_written_elsewhere)
         self._versions[i] = version_of(tensor)
-        if self._elements is not None and elements is not None:
-            self._elements[_part(i)] = elements
         if i in self._copies:
             self._copies[i].copy_(local_tensor(tensor.detach()))
 

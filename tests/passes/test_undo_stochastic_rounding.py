@@ -196,6 +196,10 @@ def another_fraction(x: Tensor) -> Tensor:
     return torch.where(draw(x) < fraction, down + 0x10000, down).view(torch.float32)
 
 
+def noise_of_15_bits_and_a_sign(x: Tensor) -> Tensor:
+    return ((x.view(torch.int32) + draw(x).to(torch.int16).int()) & MASK).view(torch.float32)
+
+
 LOOKALIKES: list[Rounding] = [
     another_mask,
     too_little_noise,
@@ -208,6 +212,7 @@ LOOKALIKES: list[Rounding] = [
     up_by_two,
     the_wrong_way,
     another_fraction,
+    noise_of_15_bits_and_a_sign,
 ]
 
 

@@ -980,14 +980,26 @@ def test_error_terms_loaded_before_a_step_is_compiled_are_restored_to_the_bit(
     assert differences(everything(late), everything(early)) == []
 
 
+class InAList(Descent):
+    """Its state is no dictionary."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for p in self.param_groups[0]["params"]:
+            if not self.state[p]:
+                self.state[p] = [torch.zeros_like(p)]
+            p.sub_(self.state[p][0].lerp_(p.grad, 0.001), alpha=0.1)
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize(
     "make",
     [
         lambda params: torch.optim.RMSprop(params, alpha=0.999),
         lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9),  # its state counts no steps
+        InAList,
     ],
-    ids=["RMSprop", "SGD"],
+    ids=["RMSprop", "SGD", "InAList"],
 )
 def test_a_plain_checkpoint_loaded_above_torch_compile_warns_once(make: Any, dtype: torch.dtype) -> None:
     plain = make(params := parameters(dtype))

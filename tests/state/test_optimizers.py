@@ -2,10 +2,12 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
 
 from collage_fx.graph.program import Role
 from collage_fx.state.optimizers import (
+    has_state,
     known_tensors,
     optimizers_among,
     parameter_names,
@@ -27,6 +29,17 @@ def test_parameters_are_called_by_position_or_by_the_modules_names() -> None:
         "param_groups[1].params[0]",
     ]
     assert [name for name, _ in parameter_names(Descent(model.named_parameters()))] == ["weight", "bias"]
+
+
+@pytest.mark.parametrize(
+    ("entry", "expected"),
+    [(None, False), ({}, False), ([], False), ((), False), ([1], True), ({"step": 0}, True)],
+)
+def test_an_empty_entry_is_no_state(entry: Any, expected: bool) -> None:
+    optimizer = Descent(params := parameters())
+    optimizer.state[params[0]] = entry
+    assert has_state(optimizer, params[0]) is expected
+    assert not has_state(optimizer, params[1])
 
 
 def test_state_tensors_are_found_inside_containers() -> None:
