@@ -1,7 +1,8 @@
 """What recording a step costs beside capturing it: ``python -m benchmarks.recording``.
 
 The same AdamW, tensor by tensor (``foreach=False``), and on tensors so small that nearly all of it is
-Python's time: run eagerly, captured, and recorded, as steps are that cannot be captured. They take turns;
+Python's time: run eagerly, captured, and recorded, as steps are that cannot be captured: the first of them,
+and each in which something is new. Steps that make the calls of an earlier one are matched. They take turns;
 the median of many steps is printed, whole and for each operation that is recorded, and what the first steps
 took, in which they were compiled (but for what Inductor has in its cache). It is time on the cores, whatever
 else the machine does.
@@ -20,6 +21,7 @@ from unittest import mock
 import torch
 
 from collage_fx import CollageBackend
+from collage_fx.capture.matching import Matcher
 from collage_fx.capture.recorder import Recorder
 from collage_fx.capture.recording import Request, record
 
@@ -35,13 +37,25 @@ def adamw(tensors: int) -> torch.optim.AdamW:
 
 
 def steps(tensors: int) -> dict[str, Callable[[], Any]]:
-    captured, recorded = adamw(tensors), adamw(tensors)
-    record(recorded, Request(CollageBackend(), {}, strict=True), "to be timed")
+    captured, recorded, matched = (adamw(tensors) for _ in range(3))
+    for each in (recorded, matched):
+        record(each, Request(CollageBackend(), {}, strict=True), "to be timed")
     return {
         "eager": adamw(tensors).step,
         "captured": torch.compile(captured.step, backend=CollageBackend()),
-        "recorded": recorded.step,
+        "recorded": never_matched(recorded.step),
+        "matched": matched.step,
     }
+
+
+def never_matched(step: Callable[[], Any]) -> Callable[[], Any]:
+    begin = Matcher.begin
+
+    def run() -> None:
+        with mock.patch.object(Matcher, "begin", lambda self, *, is_matching: begin(self, is_matching=False)):
+            step()
+
+    return run
 
 
 def operations(step: Callable[[], Any]) -> int:

@@ -24,6 +24,7 @@ from torch.optim import Optimizer
 from collage_fx.capture import (
     Deferred,
     Families,
+    NotByFamily,
     RecordedPart,
     Request,
     decompositions,
@@ -226,7 +227,7 @@ class Compilation:
         self.arguments = arguments
         self.settings = settings
         # A helper that a step calls, or the rest of a step after a graph break, may not name the optimizer.
-        self.recorded, self.is_compiled, stepped = RecordedPart.of(module)
+        self.recorded, self.is_compiled, stepped, self.only_by_family = RecordedPart.of(module)
         variables = {**traced_frame_variables(), "stepped": optimizer_being_stepped() or stepped()}
         self.optimizers = optimizers_among(variables)
         self.known = known_tensors(self.optimizers)
@@ -257,6 +258,8 @@ class Compilation:
                     remove_gradient_modes(self.module)
             self._read_numbers_in_python()
             step = self._by_family(needs_grad=needs_grad)
+            if self.only_by_family and isinstance(step, Reason):
+                raise NotByFamily(str(step))
             stand_in = any(map(has_stand_ins, optimizers))
             if STAND_INS.get() and not thinned_lists():
                 self._refuse_unless_by_members(step)

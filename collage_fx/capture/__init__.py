@@ -1,6 +1,7 @@
 """Capture of a step: an accepted graph with named inputs, split into families of equal updates."""
 
 from collage_fx.capture.closures import first_call
+from collage_fx.capture.compiled import NotByFamily
 from collage_fx.capture.families import Families, families_of
 from collage_fx.capture.foreach import with_lists_apart
 from collage_fx.capture.inputs import describe_input, describe_inputs

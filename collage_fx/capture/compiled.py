@@ -23,9 +23,14 @@ from typing import Any
 import torch
 from torch.fx import GraphModule
 
-from collage_fx.capture.segment import RecordedFunction
+from collage_fx.capture.segment import RecordedFunction, Together
 from collage_fx.capture.stale_code import CompiledCode, compiling_for
 from collage_fx.torch_compat import BurnedIn, SymbolicScope, compiling
+
+
+class NotByFamily(Exception):
+    """A graph of several components cannot be compiled by family."""
+
 
 #: Function that compiles a graph, given example values of its inputs, to a callable of such values.
 CompileGraph = Callable[[GraphModule, Sequence[Any]], Callable[..., Any]]
@@ -43,6 +48,7 @@ class Compiled:
         takes_sizes: whether sizes are inputs.
         holds: checks decisions of the trace against other inputs; None if the trace made none.
         owner: says when it is stale: when a tensor that it writes without error terms has got some.
+        bound: values of the function that the code has as its own tensors.
     """
 
     code: Callable[..., Any]
@@ -52,6 +58,7 @@ class Compiled:
     takes_sizes: bool
     holds: Callable[[Sequence[Any]], bool] | None
     owner: CompiledCode
+    bound: Collection[int] = ()
 
     def fits(self, function: RecordedFunction) -> bool:
         """Return whether the code computes a function."""
@@ -61,7 +68,8 @@ class Compiled:
                 return False
         if self.holds is None:
             return True
-        return self.holds([*function.tensors, *(numbers[i] for i in self.inputs), *self._sizes(function)])
+        inputs = [numbers[i] for i in self.inputs]
+        return self.holds([*function.passed(self.bound), *inputs, *self._sizes(function)])
 
     def __call__(self, function: RecordedFunction) -> None:
         """Call the code on a function's tensors, numbers and sizes."""
@@ -69,14 +77,19 @@ class Compiled:
         if self.inputs:
             values = [function.numbers[i] for i in self.inputs]
             numbers = torch.tensor(values, dtype=torch.float64).unbind()
-        self.code(*function.tensors, *numbers, *self._sizes(function))
+        self.code(*function.passed(self.bound), *numbers, *self._sizes(function))
 
     def _sizes(self, function: RecordedFunction) -> Sequence[int]:
         return function.sizes if self.takes_sizes else ()
 
 
 def compiled_for(
-    function: RecordedFunction, compile_graph: CompileGraph, changed: Collection[int], *, takes_sizes: bool
+    function: RecordedFunction,
+    compile_graph: CompileGraph,
+    changed: Collection[int],
+    *,
+    takes_sizes: bool,
+    together: Together | None = None,
 ) -> Compiled:
     """Compile a function, and with it all functions that differ in the same numbers.
 
@@ -85,23 +98,28 @@ def compiled_for(
         compile_graph: compiles its graph.
         changed: positions of the numbers that have been seen to change, which become inputs.
         takes_sizes: whether the code is to take any sizes.
+        together: facts about components that become one graph.
     """
     numbers = function.numbers
+    bound, shared = ({}, {}) if together is None else (together.bound, together.shared)
     burned_in: frozenset[int] = frozenset()
     owner = CompiledCode()
     while True:
-        inputs = tuple(i for i in sorted({*changed} - burned_in) if math.isfinite(numbers[i]))
+        candidates = {shared.get(i, i) for i in changed} - burned_in
+        inputs = tuple(i for i in sorted(candidates) if math.isfinite(numbers[i]))
         scope = SymbolicScope()
         values = [*(numbers[i] for i in inputs), *(function.sizes if takes_sizes else ())]
         try:
             with compiling(), scope, compiling_for(owner):
-                tensors = [scope.input(tensor, has_symbols=takes_sizes) for tensor in function.tensors]
-                module = function.module(inputs, takes_sizes=takes_sizes)
-                code = compile_graph(module, [*tensors, *map(scope.input, values)])
+                tensors = [scope.input(tensor, has_symbols=takes_sizes) for tensor in function.passed(bound)]
+                examples = [*tensors, *map(scope.input, values)]
+                module = function.module(inputs, takes_sizes=takes_sizes, together=together, scope=scope)
+                code = compile_graph(module, examples)
         except BurnedIn as found:
             found_here = {i for i, s in zip(inputs, scope.floats, strict=True) if s in found.symbols}
             assert found_here, "only inputs can be burned in"
             burned_in |= found_here
             continue
-        constants = {i: value for i, value in enumerate(numbers) if i not in inputs}
-        return Compiled(code, constants, inputs, burned_in, takes_sizes, scope.guard(), owner)
+        constants = {i: value for i, value in enumerate(numbers) if shared.get(i, i) not in inputs}
+        guard = scope.guard()
+        return Compiled(code, constants, inputs, burned_in, takes_sizes, guard, owner, frozenset(bound))

@@ -24,7 +24,8 @@ deferred tensors that are still referenced become ordinary tensors, in place (``
   takes no such number as an argument, and is given new numbers again and again, is executed at once as well.
 * State is not packed: no component shows all that the step does with a state (``refusals.py``).
 
-Recording costs Python time for each operation, in every step; captured steps cost none.
+Recording costs Python time for each operation. A step that makes the calls of an earlier one is not recorded
+again: Note [Matched steps] in ``matching.py``.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextvars import ContextVar, Token
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -77,6 +78,21 @@ BURNED_IN_AGAIN = 4
 #: Name of a function -> its numbers, None where a number has changed. Checkpoints hold them.
 Numbers = dict[str, list[float | None]]
 
+
+class Flushed(NamedTuple):
+    """Segment that has been executed.
+
+    Attributes:
+        segment: its operations.
+        kept: numbers of the results that were still referenced.
+        parts: functions of its components, without their tensors, with their code.
+    """
+
+    segment: Segment
+    kept: Sequence[int]
+    parts: Sequence[tuple[RecordedFunction, Compiled]]
+
+
 #: Whether operations that this thread calls are being recorded.
 _is_recording: ContextVar[bool] = ContextVar("_is_recording", default=False)
 
@@ -94,6 +110,10 @@ class Recorder(TorchDispatchMode):
 
     Attributes:
         is_dispatching: whether an operation is being recorded; functions that are called meanwhile are ours.
+        segment: operations that have been recorded since the last flush.
+        flushed: segments that have been flushed since the list was cleared.
+        executed: number of operations that have been executed at once, without views.
+        interrupted: called before an operation, if operations are expected to be matched, not recorded.
     """
 
     def __init__(
@@ -111,7 +131,10 @@ class Recorder(TorchDispatchMode):
         self._known = known
         self._numbers = numbers
         self.is_dispatching = False
-        self._segment = Segment()
+        self.segment = Segment()
+        self.flushed: list[Flushed] = []
+        self.executed = 0
+        self.interrupted: Callable[[], None] | None = None
         self._executed: list[Deferred] = []
         self._viewed: dict[int, Tensor] = {}
         self._steps = 1 if numbers else 0  # a first step makes lasting state
@@ -133,7 +156,7 @@ class Recorder(TorchDispatchMode):
                 self._executed.clear()
         finally:
             self._steps += 1
-            self._segment = Segment()
+            self.segment = Segment()
             self._viewed.clear()
             for kind, reference in self._noted:
                 if (tensor := reference()) is not None:
@@ -176,6 +199,8 @@ class Recorder(TorchDispatchMode):
         # TorchScript's interpreter, unlike Python's calls, leaves modes for functions on while it dispatches.
         before, self.is_dispatching = self.is_dispatching, True
         try:
+            if self.interrupted is not None:
+                self.interrupted()
             return self._dispatched(func, types, args, kwargs)
         finally:
             self.is_dispatching = before
@@ -219,6 +244,7 @@ class Recorder(TorchDispatchMode):
             self.flush()
             args, kwargs = map_aggregate((args, kwargs), real)
         result = signature.operator(*args, **kwargs)
+        self.executed += not signature.operator.is_view
         is_new = signature.results == (("new", ""),) and isinstance(result, Tensor)
         if self._steps and is_new and is_low_precision(result.dtype):
             self.note(MadeInStep, result)  # not in a first step, which makes lasting state
@@ -278,7 +304,7 @@ class Recorder(TorchDispatchMode):
                 for each in known.values():
                     if _storage_of(each.tensor) == storage:
                         self._viewed[storage] = each.tensor
-            if self._owner(tensor) is not tensor:  # its error terms are found as the owner's
+            if self.owner(tensor) is not tensor:  # its error terms are found as the owner's
                 return cast(Tensor, func(tensor, *others, **kwargs))
             takes_memory = func.overloadpacket is aten.set_
             is_parameter = self._original_of(storage) is tensor
@@ -304,7 +330,7 @@ class Recorder(TorchDispatchMode):
         if not isinstance(argument, torch.UntypedStorage):
             return argument
         whole = torch.empty(0, dtype=torch.uint8, device=argument.device).set_(argument)
-        tensors = [value.tensor for value in self._segment.values if type(value.tensor) is Deferred]
+        tensors = [value.tensor for value in self.segment.values if type(value.tensor) is Deferred]
         return next((each for each in tensors if storage_of(each) == storage_of(whole)), whole)
 
     def _converted(self, tensor: Tensor, dtype: torch.dtype) -> Tensor:
@@ -315,8 +341,8 @@ class Recorder(TorchDispatchMode):
         """Return whether a low-precision tensor has error terms, or will have them once computed."""
         if type(tensor) is Deferred or not is_low_precision(tensor.dtype):
             return is_low_precision(tensor.dtype)
-        is_written = self._segment.of_storage.get(_storage_of(tensor)) in self._segment.written
-        return is_written or record_of(self._owner(tensor)) is not None
+        is_written = self.segment.of_storage.get(_storage_of(tensor)) in self.segment.written
+        return is_written or record_of(self.owner(tensor)) is not None
 
     def _depends_on_what_is_recorded(self, signature: Signature, tensors: Sequence[Tensor]) -> bool:
         """Return whether an operation has to wait for recorded operations."""
@@ -324,7 +350,7 @@ class Recorder(TorchDispatchMode):
             return True
         if signature.reads_no_values:
             return False
-        of_storage, written = self._segment.of_storage, self._segment.written
+        of_storage, written = self.segment.of_storage, self.segment.written
         met = [of_storage[s] for s in map(_storage_of, tensors) if s in of_storage]
         return any(signature.writes or value in written for value in met)
 
@@ -346,7 +372,7 @@ class Recorder(TorchDispatchMode):
 
     def _record(self, signature: Signature, args: Any, kwargs: dict[str, Any]) -> Any:
         """Record an operation; return its deferred results."""
-        segment = self._segment
+        segment = self.segment
         given = dict(zip(signature.names, args, strict=False))
         given.update(kwargs)
         operation = Operation(signature).with_arguments(args, kwargs, self._value_of)
@@ -372,7 +398,7 @@ class Recorder(TorchDispatchMode):
         self, operation: Operation, args: Any, kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], bool]:
         """Return the specifications of an operation's results, and whether it calculates with integers."""
-        values = self._segment.values
+        values = self.segment.values
         read = [values[value].spec for value in operation.tensors]
         key = (operation.signature, operation.form, *operation.sizes, *read)
         predicted = self._predicted.get(key)
@@ -399,10 +425,10 @@ class Recorder(TorchDispatchMode):
     def _value_of(self, tensor: Tensor) -> int:
         """Return the number of a tensor in the segment."""
         if type(tensor) is Deferred:
-            if not self._segment.has(tensor):
+            if not self.segment.has(tensor):
                 raise left_uncomputed("an operation")
             return tensor.value
-        inputs = self._segment.inputs
+        inputs = self.segment.inputs
         key = (_storage_of(tensor), tensor.storage_offset(), *Spec.of(tensor))
         if key not in inputs:
             inputs[key] = self._input(tensor)
@@ -410,10 +436,10 @@ class Recorder(TorchDispatchMode):
 
     def _input(self, tensor: Tensor) -> int:
         """Return the number of a real tensor: an input of the segment, or a view of an input."""
-        segment = self._segment
+        segment = self.segment
         storage = _storage_of(tensor)
         if storage not in segment.of_storage:
-            segment.of_storage[storage] = segment.add_input(self._owner(tensor))
+            segment.of_storage[storage] = segment.add_input(self.owner(tensor))
         value = segment.of_storage[storage]
         owner = segment.values[value].tensor
         if tensor.dtype != owner.dtype:
@@ -424,7 +450,7 @@ class Recorder(TorchDispatchMode):
             )
         return value
 
-    def _owner(self, tensor: Tensor) -> Tensor:
+    def owner(self, tensor: Tensor) -> Tensor:
         """Return the tensor of the whole memory of a real tensor, which may be a view."""
         storage = _storage_of(tensor)
         original = self._viewed.get(storage, self._original_of(storage))
@@ -434,19 +460,59 @@ class Recorder(TorchDispatchMode):
 
     def flush(self) -> None:
         """Execute the recorded operations; deferred tensors that are still referenced become real."""
-        segment, self._segment = self._segment, Segment()
+        segment, self.segment = self.segment, Segment()
         kept = segment.still_referenced()
+        found = []
         with self.paused(), torch.no_grad():
             self._settle()
             for operations, results in segment.components(kept):
-                self._execute(segment, operations, results)
-            for value in kept:
-                base = segment.base(value)
-                if base != value:
-                    # torch cannot swap a tensor that is the base of a view, so these views have no base.
-                    whole = real(segment.values[base].tensor)
-                    self._viewed[storage_of(whole)] = whole
-                    self._become(segment.values[value].tensor, segment.real(value))
+                if (part := self._execute(segment, operations, results)) is not None:
+                    found.append(part)
+            self._make_views(segment, kept)
+        self.flushed.append(Flushed(segment, kept, found))
+
+    def execute(
+        self,
+        segment: Segment,
+        kept: Sequence[int],
+        parts: Callable[[], Sequence[Any]],
+        numbers: Sequence[float],
+    ) -> None:
+        """Execute the operations of an earlier segment, whose inputs and results are tensors of this step.
+
+        Args:
+            segment: the segment.
+            kept: numbers of the results that are needed.
+            parts: returns its code, once there are tensors for the results.
+            numbers: the numbers of all its operations.
+        """
+        with self.paused(), torch.no_grad():
+            self._settle()
+            for value in {segment.base(number): None for number in kept}:
+                if not segment.is_input(value):
+                    self._allocate(segment.values[value].tensor)
+            for part in parts():
+                part.function.numbers = [numbers[position] for position in part.numbers]
+                part.function.tensors = [real(segment.values[value].tensor) for value in part.function.values]
+                part.compiled(part.function)
+                part.function.tensors = []
+            self._make_views(segment, kept)
+
+    def _make_views(self, segment: Segment, kept: Sequence[int]) -> None:
+        """Make the results that are views of others, or of inputs."""
+        for value in kept:
+            base = segment.base(value)
+            if base != value:
+                # torch cannot swap a tensor that is the base of a view, so these views have no base.
+                whole = real(segment.values[base].tensor)
+                self._viewed[storage_of(whole)] = whole
+                self._become(segment.values[value].tensor, segment.real(value))
+
+    def _allocate(self, deferred: Tensor) -> None:
+        """Allocate memory for a result, which becomes a real tensor."""
+        self._become(deferred, Spec.of(deferred).empty())
+        if is_low_precision(deferred.dtype):
+            self.note(MadeInStep, real(deferred))
 
     def _become(self, deferred: Tensor, tensor: Tensor) -> None:
         """Make a deferred tensor the given tensor, now or when torch no longer holds on to it."""
@@ -465,16 +531,15 @@ class Recorder(TorchDispatchMode):
             assert deferred.executed is not None
             self._become(deferred, deferred.executed.detach())
 
-    def _execute(self, segment: Segment, operations: Sequence[Operation], kept: Sequence[int]) -> None:
-        """Compile a component, unless its code is known, and execute it."""
+    def _execute(
+        self, segment: Segment, operations: Sequence[Operation], kept: Sequence[int]
+    ) -> tuple[RecordedFunction, Compiled] | None:
+        """Compile a component, unless its code is known, and execute it; return None if nothing needs it."""
         touched = {segment.base(value) for operation in operations for value in operation.tensors}
         if not kept and not any(map(segment.is_input, touched & segment.written)):
-            return
+            return None
         for value in kept:
-            result = segment.values[value].tensor
-            self._become(result, Spec.of(result).empty())
-            if is_low_precision(result.dtype):
-                self.note(MadeInStep, real(result))
+            self._allocate(segment.values[value].tensor)
         function = RecordedFunction(segment, operations, kept, self._kind_of)
         key = (function.form, function.shapes, *function.sizes)
         if key not in self._compiled and self._first_met.setdefault(function.form, self._steps) < self._steps:
@@ -490,6 +555,8 @@ class Recorder(TorchDispatchMode):
             if len(known) >= BURNED_IN_AGAIN:
                 self._at_once |= function.operators_of(compiled.burned_in)
         compiled(function)
+        function.tensors = []
+        return function, compiled
 
     def _changed_in(self, function: RecordedFunction, *, takes_sizes: bool) -> list[int]:
         """Note the numbers of a function; return the positions of numbers that have been seen to change.

@@ -8,6 +8,7 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from types import CodeType
 from typing import Any, NamedTuple
 from weakref import WeakSet
@@ -16,15 +17,14 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule
 from torch.optim import Optimizer
-from torch.overrides import TorchFunctionMode
 from torch.utils.weak import TensorWeakRef
 
 from collage_fx.capture.inputs import BornInStep, MadeInStep, SpanningClosure
+from collage_fx.capture.matching import Matcher
 from collage_fx.capture.new_state import forget_new_state, remember_state
 from collage_fx.capture.progress import show_progress
 from collage_fx.capture.recorder import Numbers, Recorder, is_recording
 from collage_fx.capture.refusals import refuse_distributed, refuse_optimizer, refuse_packed
-from collage_fx.capture.segment import Deferred, Spec
 from collage_fx.errors import CollageError, RecompileLimitError, raise_or_warn
 from collage_fx.state import (
     KnownTensor,
@@ -32,11 +32,14 @@ from collage_fx.state import (
     carry_along,
     has_error_terms,
     has_state,
+    holds_the_same,
     known_tensors,
     note_held,
     note_new,
     note_step,
+    optimizers_among,
     parameter_names,
+    records_version,
     settle_replaced,
     state_tensors,
     stepped_optimizers,
@@ -44,14 +47,13 @@ from collage_fx.state import (
 )
 from collage_fx.torch_compat import (
     Refused,
-    fused_operator,
     has_foreign_step,
     has_storage,
     is_step_wrapper,
     pytree,
     records,
     reroute_step,
-    run_unfused,
+    restore_capturable,
     running_call,
     storage_of,
     true_step,
@@ -111,11 +113,13 @@ class RecordedPart(NamedTuple):
         reason: why the optimizer's steps are recorded; empty for a graph that is no such part.
         is_compiled: whether the part is compiled, rather than run operation by operation.
         stepped: returns the optimizers that the step, or the recorded function, steps.
+        by_family: whether it is compiled by family, or not at all.
     """
 
     reason: str = ""
     is_compiled: bool = True
     stepped: Callable[[], list[Optimizer]] = list
+    by_family: bool = False
 
     @staticmethod
     def of(module: GraphModule) -> RecordedPart:
@@ -397,11 +401,16 @@ class _Recording:
         self.request = request
         numbers = records.of(optimizers[0], Recorded).numbers if optimizers else {}
         self._recorder = Recorder(self._compiled, self._kind_of, self._original_of, self._known, numbers)
+        together = partial(self._compiled, by_family=True)
+        self._matcher = Matcher(
+            self._recorder, self._kind_of, self._is_gradient, together, binds=not label
+        )  # a compiled function outlives optimizers
         self._references = [*map(weakref.ref, optimizers)]
         self._weights = [*map(TensorWeakRef, weights)]
         self._others: WeakSet[Optimizer] = WeakSet()
         self._parameters: dict[int, Tensor] = {}
-        self._roles: dict[int, str] = {}
+        self._ids: set[int] = set()
+        self._gradients: dict[int, TensorWeakRef] = {}
         self._without_state: list[Tensor] = []
         self._born: list[Tensor] = []
         self._has_begun = False
@@ -410,6 +419,7 @@ class _Recording:
         self._steps_that_compiled = 0
         self._steps = 0
         self._progress = ExitStack()
+        self._version: object = None
 
     @torch.compiler.disable
     def run(self, step: Callable[..., Any], optimizer: Optimizer, args: Any, kwargs: dict[str, Any]) -> Any:
@@ -417,7 +427,7 @@ class _Recording:
         if is_recording():  # an optimizer inside another one that is being recorded
             return step(optimizer, *args, **kwargs)
         outside = self.outside(had_gradients=torch.is_grad_enabled())
-        with self.recorded():
+        with self.recorded(is_matching=not any(map(callable, (*args, *kwargs.values())))):
             return step(optimizer, *map(outside, args), **{k: outside(v) for k, v in kwargs.items()})
 
     def meet(self, tensors: Iterable[Tensor]) -> None:
@@ -433,15 +443,21 @@ class _Recording:
         return [each for reference in self._references if (each := reference()) is not None]
 
     @contextmanager
-    def recorded(self) -> Iterator[None]:
-        """Context manager: a step, or the rest of a step, is recorded."""
+    def recorded(self, *, is_matching: bool = True) -> Iterator[None]:
+        """Context manager: a step, or the rest of a step, is recorded, or matched if that is possible."""
         optimizers = self._stepped()
         self._without_state = []
         for optimizer in optimizers:
             self._refuse(optimizer)
             if not self._has_begun:
                 adopt(optimizer)
-            stop_packing(optimizer)  # state that captured steps have packed, or a checkpoint holds packed
+                restore_capturable(optimizer)
+                for inner in optimizers_among(vars(optimizer)).values():  # captured steps may have noted it
+                    restore_capturable(inner)
+                    if all(inner is not each for each in optimizers):
+                        self._others.add(inner)
+            if records_version() != self._version:
+                stop_packing(optimizer)  # state that captured steps have packed, or a checkpoint holds packed
             remember_state(optimizer, object())
             settle_replaced(optimizer)
             self._without_state += [p for _, p in parameter_names(optimizer) if not has_state(optimizer, p)]
@@ -452,21 +468,22 @@ class _Recording:
         self._look_at()
         self._has_compiled = False
         try:
-            with (
-                self._progress,
-                torch.no_grad(),
-                self._recorder,
-                _Functions(self._recorder),
-            ):
+            with self._progress, torch.no_grad(), self._recorder, self._matcher:
+                self._matcher.begin(is_matching=is_matching and not self.is_for_one_step and self._steps > 1)
                 yield
-                self._recorder.finish(successfully=True)
+                self._matcher.finish(successfully=True)
+            if self._born:
+                self._matcher.forget_step()
             for tensor in self._born:
                 note_new(tensor)
+            is_known = self._matcher.has_matched and records_version() == self._version
             for optimizer in optimizers:
-                note_held(optimizer)  # a step may have replaced state
+                if not (is_known and holds_the_same(optimizer)):
+                    note_held(optimizer)  # a step may have replaced state
                 records.of(optimizer, Recorded).has_recorded = True
+            self._version = records_version()
         except BaseException:
-            self._recorder.finish(successfully=False)
+            self._matcher.finish(successfully=False)
             for optimizer in optimizers:
                 forget_new_state(optimizer)
             raise
@@ -496,17 +513,18 @@ class _Recording:
     def _look_at(self) -> None:
         """Note the parameters and gradients."""
         self._parameters.clear()
-        self._roles.clear()
+        self._ids.clear()
+        self._gradients.clear()
         weights = [each for reference in self._weights if (each := reference()) is not None]
         stepped = (*self._others, *self._stepped())
         of_optimizers = (p for each in stepped for _, p in parameter_names(each))
         for parameter in (*weights, *of_optimizers):
             self._parameters[storage_of(parameter)] = parameter
-            self._roles[id(parameter)] = "parameter"
-            if parameter.grad is not None:
-                self._roles[id(parameter.grad)] = "gradient"
-                if has_storage(parameter.grad):
-                    self._roles[storage_of(parameter.grad)] = "gradient"  # of its data, or of all its buffer
+            self._ids.add(id(parameter))
+            if (gradient := parameter.grad) is not None:
+                self._gradients[id(gradient)] = reference = TensorWeakRef(gradient)
+                if has_storage(gradient):
+                    self._gradients[storage_of(gradient)] = reference  # of its data, or of all its buffer
 
     def outside(self, *, had_gradients: bool) -> Callable[[Any], Any]:
         """Wrap an argument of ``step``: a closure runs unrecorded, with gradients as outside the step."""
@@ -518,7 +536,7 @@ class _Recording:
             def closure(*args: Any, **kwargs: Any) -> Any:
                 self._calls_closure = True
                 try:
-                    self._recorder.flush()
+                    self._matcher.flush()
                 finally:
                     self._calls_closure = False
                 has_gradients = had_gradients or torch.is_grad_enabled()
@@ -550,7 +568,7 @@ class _Recording:
 
     def _kind_of(self, tensor: Tensor, is_written: bool) -> Any:
         """Return facts about a tensor that compiled code depends on; note its role in the step."""
-        role = self._roles.get(id(tensor))
+        role = self._role_of(tensor)
         is_made = records.has(tensor, MadeInStep)
         may_be_born = role is None and (is_written or is_made) and not records.has(tensor, BornInStep)
         if may_be_born and self._is_new_state(tensor):
@@ -564,9 +582,24 @@ class _Recording:
         else:
             records.drop(tensor, SpanningClosure)
         kind_of_new = spans, is_made, records.has(tensor, BornInStep)
-        return role or self._roles.get(storage_of(tensor)), kind_of_new, keeps_error
+        if role is None and (reference := self._gradients.get(storage_of(tensor))) is not None:
+            role = None if reference() is None else "gradient"  # a step may free gradients that it has read
+        return role, kind_of_new, keeps_error
 
-    def _compiled(self, module: GraphModule, arguments: Any) -> Callable[..., Any]:
+    def _role_of(self, tensor: Tensor) -> str | None:
+        """Return whether a tensor is a parameter or a gradient; None if it is neither."""
+        if id(tensor) in self._ids:
+            return "parameter"
+        return "gradient" if self._is_gradient(tensor) else None
+
+    def _is_gradient(self, tensor: Tensor) -> bool:
+        """Return whether a tensor is the gradient of a parameter."""
+        reference = self._gradients.get(id(tensor))
+        return reference is not None and reference() is tensor
+
+    def _compiled(
+        self, module: GraphModule, arguments: Any, *, by_family: bool = False
+    ) -> Callable[..., Any]:
         """Compile a component; warn if many steps in a row had to compile."""
         if self._steps_that_compiled >= COMPILING_STEPS:
             refusal = RecompileLimitError(
@@ -577,62 +610,9 @@ class _Recording:
                 "operations",
             )
             raise_or_warn(self._recorder, refusal, strict=False)
-        if not self._has_compiled:
+        if not (self._has_compiled or by_family):  # what is known by family compiles nothing new
             self._progress.enter_context(show_progress(self._label))
-        self._has_compiled = True
-        module.meta[RECORDING] = RecordedPart(self.reason, not self.is_for_one_step, self._stepped)
+        self._has_compiled |= not by_family
+        module.meta[RECORDING] = RecordedPart(self.reason, not self.is_for_one_step, self._stepped, by_family)
         compiled: Callable[..., Any] = self.request.backend(module, arguments, **self.request.keywords)
         return compiled
-
-
-class _Functions(TorchFunctionMode):
-    """Mode that handles torch functions that are no operators, or torch's fused operators.
-
-    Before the memory of tensors is read or their layout changed, they are brought up to date. An assignment
-    to ``.data`` is recorded like an update, a deep copy like a clone. Note [A wish for speed] in
-    ``torch_compat/fused_updates.py``.
-    """
-
-    def __init__(self, recorder: Recorder) -> None:
-        super().__init__()
-        self._recorder = recorder
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if self._recorder.is_dispatching:
-            return func(*args, **(kwargs or {}))
-        if func == _SET_DATA and Spec.of(args[0]) == Spec.of(args[1]):
-            return args[0].copy_(args[1])
-        if (fused := fused_operator(func)) is not None:
-            return run_unfused(fused, args, kwargs or {})
-        if func is torch.Tensor.__deepcopy__ and type(args[0]) in (Tensor, Deferred):
-            return args[0].detach().clone()
-        if func in _OF_MEMORY or func == _SET_DATA:
-            self._recorder.flush()
-        return func(*args, **(kwargs or {}))
-
-
-_SET_DATA = torch.Tensor.data.__set__  # type: ignore[attr-defined]
-_OF_MEMORY = frozenset(
-    getattr(torch.Tensor, name)
-    for name in (
-        "__array__",
-        "__deepcopy__",
-        "__dlpack__",
-        "__reduce_ex__",
-        "as_strided_",
-        "data_ptr",
-        "detach_",
-        "numpy",
-        "resize_",
-        "resize_as_",
-        "share_memory_",
-        "squeeze_",
-        "swapaxes_",
-        "swapdims_",
-        "t_",
-        "tolist",
-        "transpose_",
-        "unsqueeze_",
-        "untyped_storage",
-    )
-)

@@ -5,19 +5,19 @@ from __future__ import annotations
 import hashlib
 import operator
 import sys
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
-from torch.fx import Graph, GraphModule
+from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import map_aggregate
 
 from collage_fx.capture.signatures import Signature
 from collage_fx.errors import UnsupportedTensorError
 from collage_fx.graph import components
-from collage_fx.torch_compat import disabled_torch_function, wrapper_subclass
+from collage_fx.torch_compat import SymbolicScope, disabled_torch_function, wrapper_subclass
 
 aten = torch.ops.aten
 
@@ -71,8 +71,8 @@ class Deferred(Tensor):
     def as_subclass(self, cls: type[Tensor]) -> Any:
         """Refuse a result in the class of an operand, which torch asks for: it has no values yet."""
         raise UnsupportedTensorError(
-            f"a recorded step calculates with a tensor of class {cls.__qualname__}, whose results have "
-            "to be of this class, too",
+            f"a step that Python runs calculates with a tensor of class {cls.__qualname__}, whose results "
+            "have to be of this class, too",
             where=cls.__qualname__,
             remedy="calculate with tensor.as_subclass(torch.Tensor), which shares its memory",
         )
@@ -294,6 +294,20 @@ def _unreferenced_count() -> int:
 _UNREFERENCED = _unreferenced_count()
 
 
+class Together(NamedTuple):
+    """Facts about several components of a segment that become one graph.
+
+    Attributes:
+        segment: the segment.
+        bound: values that are attributes of the module, the same tensors in each call.
+        shared: position of a number -> position of the first that is always equal to it.
+    """
+
+    segment: Segment
+    bound: Mapping[int, Tensor]
+    shared: Mapping[int, int]
+
+
 class RecordedFunction:
     """Component of recorded operations as a function of tensors, numbers and sizes.
 
@@ -304,6 +318,9 @@ class RecordedFunction:
         kind_of: see :class:`~collage_fx.capture.recorder.Recorder`.
 
     Attributes:
+        operations: its operations.
+        inputs, kept: numbers of its inputs, and of its results.
+        values: numbers of the tensors.
         tensors: inputs, then the tensors that the results are written to.
         numbers: numbers to calculate with, in the order of the operations.
         sizes: sizes, in the order of the operations.
@@ -321,13 +338,13 @@ class RecordedFunction:
     ) -> None:
         self.numbers: list[float] = []
         self.sizes: list[int] = []
-        self._operations, self._kept = operations, kept
-        self._inputs: list[int] = []
+        self.operations, self.kept = operations, kept
+        self.inputs: list[int] = []
         self._order: dict[int, int] = {}
         self.described = tuple(map(self._describe, operations))
-        used = (*self._inputs, *kept)
-        values = [segment.values[value] for value in used]
-        self.tensors = [real(value.tensor) for value in values]
+        self.values = (*self.inputs, *kept)
+        values = [segment.values[value] for value in self.values]
+        self.tensors: list[Tensor] = [real(value.tensor) for value in values]
         kinds = tuple(
             (
                 len(spec.size),
@@ -336,7 +353,7 @@ class RecordedFunction:
                 type(tensor),
                 kind_of(tensor, value in segment.written),
             )
-            for value, spec, tensor in zip(used, (v.spec for v in values), self.tensors, strict=True)
+            for value, spec, tensor in zip(self.values, (v.spec for v in values), self.tensors, strict=True)
         )
         self.form = (self.described, tuple(self._order[value] for value in kept), kinds)
         self.shapes = tuple((value.spec.size, value.spec.stride) for value in values)
@@ -350,7 +367,7 @@ class RecordedFunction:
         for value in operation.tensors:
             if value not in order:
                 order[value] = len(order)
-                self._inputs.append(value)
+                self.inputs.append(value)
             read.append(order[value])
         for value in operation.results:
             order[value] = len(order)
@@ -362,33 +379,54 @@ class RecordedFunction:
         of_these, of_any = (hashlib.sha256(text.encode()).hexdigest()[:16] for text in texts)
         return of_these, of_any
 
+    def passed(self, bound: Collection[int]) -> list[Tensor]:
+        """Return the tensors that code takes which has the values ``bound`` as its own."""
+        if not bound:
+            return self.tensors
+        return [tensor for value, tensor in zip(self.values, self.tensors, strict=True) if value not in bound]
+
     def operators_of(self, numbers: Collection[int]) -> set[Signature]:
         """Return the operators that calculate with the numbers at some positions."""
         found, first = set(), 0
-        for operation in self._operations:
+        for operation in self.operations:
             if any(first <= position < first + len(operation.numbers) for position in numbers):
                 found.add(operation.signature)
             first += len(operation.numbers)
         return found
 
-    def module(self, inputs: Collection[int], *, takes_sizes: bool) -> GraphModule:
+    def module(
+        self,
+        inputs: Collection[int],
+        *,
+        takes_sizes: bool,
+        together: Together | None = None,
+        scope: SymbolicScope | None = None,
+    ) -> GraphModule:
         """Build a graph of the function, with its tensors as inputs, then numbers, then sizes.
 
         Args:
             inputs: positions of the numbers that are inputs, as 0-d tensors; others are constants.
             takes_sizes: whether sizes are inputs, not constants.
+            together: facts about components that become one graph; its nodes have the entry
+                ``example_value`` of ``meta``, by which Dynamo's graphs tell what they return.
+            scope: makes the example values.
         """
         graph = Graph()
-        nodes = {value: graph.placeholder(f"tensor{i}") for i, value in enumerate(self._inputs)}
-        targets = [graph.placeholder(f"result{i}") for i in range(len(self._kept))]
+        bound, shared = ({}, {}) if together is None else (together.bound, together.shared)
+        named = {f"bound{value}": tensor for value, tensor in bound.items()}
+        nodes = {value: graph.get_attr(f"bound{value}") for value in self.inputs if value in bound}
+        for i, value in enumerate(self.inputs):
+            if value not in bound:
+                nodes[value] = graph.placeholder(f"tensor{i}")
+        targets = [graph.placeholder(f"result{i}") for i in range(len(self.kept))]
         given = {i: graph.placeholder(f"number{i}") for i in inputs}
         sizes: Sequence[Any] = self.sizes
         if takes_sizes:
             sizes = [graph.placeholder(f"size{i}") for i in range(len(sizes))]
         read = {i: graph.call_function(aten._local_scalar_dense.default, (n,)) for i, n in given.items()}
-        numbers_left = iter([read.get(i, number) for i, number in enumerate(self.numbers)])
+        numbers_left = iter([read.get(shared.get(i, i), number) for i, number in enumerate(self.numbers)])
         sizes_left = iter(sizes)
-        for operation in self._operations:
+        for operation in self.operations:
             arguments = operation.arguments(
                 map(nodes.__getitem__, operation.tensors), numbers_left, sizes_left
             )
@@ -396,7 +434,15 @@ class RecordedFunction:
             for i, value in enumerate(operation.results):
                 has_several = operation.signature.returns_several
                 nodes[value] = graph.call_function(operator.getitem, (node, i)) if has_several else node
-        for target, value in zip(targets, self._kept, strict=True):
+        for target, value in zip(targets, self.kept, strict=True):
             graph.call_function(aten.copy_.default, (target, nodes[value]))
         graph.output(())
-        return GraphModule({}, graph)
+        if together is not None and scope is not None:
+            specs = together.segment.values
+            made = [*nodes.items(), *zip(self.kept, targets, strict=True)]
+            examples: dict[Node, Any] = {node: scope.like(specs[value].spec) for value, node in made}
+            examples |= zip(read.values(), scope.numbers, strict=True)
+            for node in graph.nodes:  # an operator that writes returns its first operand
+                examples.setdefault(node, examples.get(next(iter(node.all_input_nodes), node)))
+                node.meta["example_value"] = examples[node]
+        return GraphModule(named, graph)

@@ -47,6 +47,7 @@ from collage_fx.state.optimizers import (
 )
 from collage_fx.state.packed import is_packed, unpack
 from collage_fx.state.replaced_state import (
+    holds_the_same,
     note_held,
     note_step,
     noting_steps,

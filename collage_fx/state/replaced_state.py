@@ -185,6 +185,12 @@ def note_held(optimizer: Optimizer) -> None:
         _Parameters.version = object()
 
 
+def holds_the_same(optimizer: Optimizer) -> bool:
+    """Return whether an optimizer holds the values of its last snapshot."""
+    held = records.find(optimizer, _Held)
+    return held is not None and held.is_complete(optimizer)
+
+
 def note_step(optimizer: Optimizer) -> None:
     """Note that a compensated step of an optimizer has ended, with its parameters as they are."""
     if (held := records.find(optimizer, _Held)) is not None:

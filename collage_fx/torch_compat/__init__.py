@@ -140,6 +140,7 @@ try:
         ThinnedLists,
         TracedRows,
         is_traced_whole,
+        restore_capturable,
         thinned_lists,
     )
     from collage_fx.torch_compat.patch_steps import (

@@ -76,12 +76,14 @@ class SymbolicScope:
 
     Attributes:
         floats: the symbols of the inputs that are floats.
+        numbers: these inputs themselves.
     """
 
     def __init__(self) -> None:
         self.shape_env = ShapeEnv()
         self.fake_mode = FakeTensorMode(shape_env=self.shape_env)
         self.floats: list[str] = []
+        self.numbers: list[Any] = []
         self._inputs: list[Any] = []
         self._fakes: list[torch.Tensor] = []
         self._has_symbols = False
@@ -132,8 +134,15 @@ class SymbolicScope:
         if is_float:
             number: Any = fake.item_memo
             self.floats.append(str(number.node.expr))
+            self.numbers.append(number)
         self._inputs.append(number if is_float else fake)
         return value
+
+    def like(self, spec: Any) -> torch.Tensor:
+        """Return a fake tensor; ``spec`` has a method ``empty`` that makes a tensor of its layout."""
+        with self.fake_mode:
+            made: torch.Tensor = spec.empty()
+        return made
 
     def guard(self) -> Callable[[Sequence[Any]], bool] | None:
         """Return a function that tests whether a list of inputs satisfies all guards; None without guards."""

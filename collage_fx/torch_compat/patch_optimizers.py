@@ -128,12 +128,15 @@ def watching_optimizers(
     def watching(original: Callable[..., None]) -> Callable[..., None]:
         def watched(self: Any, value: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> None:
             places = watch(value)
+            traced = records.of(value, _Traced)
+            if traced.capturable is None:
+                traced.capturable = [group.get("capturable") for group in value.param_groups]
             original(self, value, *args, **kwargs)
             if places is not None:
                 output = InstructionTranslator.current_tx().output
                 if value not in output.side_effects:
                     output.side_effects.track_object_existing(value, self)
-                records.of(value, _Traced).is_for_us = True
+                traced.is_for_us = True
                 trace = records.of(output, _Trace)
                 trace.first = trace.first or value
                 if self.source is not None:
@@ -211,10 +214,24 @@ class _Traced:
     Attributes:
         is_for_us: whether it has been traced for a backend of ours.
         seen: numbers and sizes, by reading code and Dynamo's name.
+        capturable: this option of its groups before the first trace.
     """
 
     is_for_us: bool = False
     seen: dict[tuple[Hashable, str], Any] = field(default_factory=dict)
+    capturable: list[Any] | None = None
+
+
+def restore_capturable(optimizer: torch.optim.Optimizer) -> None:
+    """Give the groups their option ``capturable`` back, before Python runs a step.
+
+    Dynamo traces with ``capturable=True``, and writes it into each group that the step changes.
+    """
+    for group, was in zip(
+        optimizer.param_groups, records.of(optimizer, _Traced).capturable or (), strict=False
+    ):
+        if was is not None:
+            group["capturable"] = was
 
 
 @dataclass(eq=False)

@@ -1275,3 +1275,31 @@ def test_a_recorded_step_of_several_parameters_is_measured_while_it_makes_their_
     run_steps(torch.compile(optimizer.step, backend=backend), params, range(3))
     assert is_recorded(optimizer)
     assert {f"param_groups[0].params[{i}]" for i in range(len(SHAPES))} <= {*backend.metrics()[3]}
+
+
+class CountsInTheGroups(Optimizer):
+    """It writes to the groups of an optimizer within, as pytorch_optimizer's ScheduleFreeWrapper does."""
+
+    def __init__(self, inner: Optimizer) -> None:
+        super().__init__(inner.param_groups, {})
+        self.inner = inner
+        self.param_groups = inner.param_groups
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            group["steps"] = group.get("steps", 0) + 1
+        self.inner.step()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_a_recorded_step_does_not_find_what_dynamo_has_left_in_the_groups(dtype: torch.dtype) -> None:
+    """Dynamo traces with ``capturable=True``; on a CPU torch's step refuses that."""
+    torch._dynamo.reset()
+    params = parameters(dtype)
+    optimizer = install(CountsInTheGroups(torch.optim.AdamW(params)))
+    run_steps(optimizer.step, params, range(2))
+    record(optimizer, Request(CollageBackend(), {}, strict=True), "of the test")
+    run_steps(optimizer.step, params, range(2, 4))
+    assert [group["capturable"] for group in optimizer.param_groups] == [False]
+    assert optimizer.param_groups[0]["steps"] == 4

@@ -16,6 +16,7 @@ from unittest import mock
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from collage_fx.capture.matching import Matcher
 from collage_fx.codegen import NoSpelling
 from collage_fx.graph import DEVICES, Reason, StepProgram, Unit
 from collage_fx.lowering import forget_kernels, kernels
@@ -347,3 +348,22 @@ def observing_within(mode: TorchDispatchMode) -> Iterator[None]:
         mock.patch.object(Observer, "after", within(Observer.after)),
     ):
         yield
+
+
+@contextlib.contextmanager
+def steps_matched(*, allowed: bool = True) -> Iterator[list[int]]:
+    """Context manager: counts the segments of recorded steps that are matched, or lets none be.
+
+    The list that it gives has one entry, their number so far.
+    """
+    begin, run, count = Matcher.begin, Matcher._run, [0]
+
+    def beginning(self: Matcher, *, is_matching: bool) -> None:
+        begin(self, is_matching=is_matching and allowed)
+
+    def counting(self: Matcher, pattern: Any) -> None:
+        count[0] += 1
+        run(self, pattern)
+
+    with mock.patch.object(Matcher, "begin", beginning), mock.patch.object(Matcher, "_run", counting):
+        yield count

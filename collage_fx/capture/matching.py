@@ -1,0 +1,804 @@
+"""Steps that make the same calls as an earlier recorded step: they are matched, not recorded again.
+
+Note [Matched steps]
+--------------------
+Recording an operation takes ten times as long as executing it on a small tensor, and nearly all steps of a
+training are the same. So a recorded step leaves a :class:`Pattern` behind for each of its segments: the calls
+of torch functions that it has made, and the code that was compiled for them. The calls of a later step are
+compared with a pattern's one by one, and nothing is executed until the segment ends. Then its code is called.
+
+* The same call is the same function with the same arguments: tensors that stand at the same place in the
+  segment, results of the same earlier calls, equal constants. A new tensor, such as a gradient, may stand for
+  the recorded one if it differs in nothing that code depends on. Numbers are constants until they have been
+  seen to change: Note [Constants and inputs] in ``compiled.py``.
+* The results are deferred tensors of the pattern, the same in each step; those that outlived the segment when
+  it was recorded are new objects in each step. If one of the others is still referenced where the segment
+  ends, the segment is recorded.
+* Where a call differs, another pattern with the same calls so far goes on. If there is none, the calls so
+  far, which have not been executed, are recorded, and the rest of the segment.
+* Calls that are executed at once (counters, views of whole tensors) are executed when they are matched.
+* The code of all components is compiled once more at a pattern's first match, as one graph, as Dynamo would
+  have captured it: equal updates then are one call of a kernel.
+* Steps are recorded, never matched, if they have a closure. So is a segment with operations that no mode for
+  torch functions sees (scripted functions), or that make 16-bit tensors at once.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
+from itertools import groupby
+from operator import itemgetter
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+from torch.utils.weak import TensorWeakRef
+
+from collage_fx.capture.compiled import NotByFamily, compiled_for
+from collage_fx.capture.patterns import (
+    CONSTANTS,
+    MOST_PATTERNS,
+    Call,
+    Given,
+    Input,
+    Number,
+    Part,
+    Pattern,
+    Unmatchable,
+    Value,
+    found_in,
+    is_whole,
+    layout_of,
+    positions_in,
+    positions_of,
+)
+from collage_fx.capture.recorder import Recorder
+from collage_fx.capture.segment import Deferred, RecordedFunction, Segment, Spec, Together, real
+from collage_fx.graph import is_matrix_product
+from collage_fx.state import has_error_terms, records_version
+from collage_fx.torch_compat import (
+    fused_operator,
+    has_storage,
+    is_wrapper_class,
+    run_unfused,
+    storage_of,
+)
+
+
+class Matcher(TorchFunctionMode):
+    """Mode that matches the calls of a step with the calls of earlier steps, or has them recorded.
+
+    It also handles torch functions that are no operators, and torch's fused operators. Before the memory of
+    tensors is read or their layout changed, they are brought up to date. An assignment to ``.data`` is
+    recorded like an update, a deep copy like a clone. Note [A wish for speed] in
+    ``torch_compat/fused_updates.py``.
+
+    Args:
+        recorder: the recorder, a mode that is entered before this one.
+        kind_of: see :class:`~collage_fx.capture.recorder.Recorder`.
+        is_gradient: tells whether a tensor is the gradient of a parameter.
+        compile_together: compiles a graph whose equal updates become one; raises :class:`NotByFamily`.
+        binds: whether code may hold the optimizer's tensors, and lives no longer than the optimizer.
+
+    Attributes:
+        has_matched: whether all calls of the last step have been matched.
+    """
+
+    def __init__(
+        self,
+        recorder: Recorder,
+        kind_of: Callable[[Tensor, bool], Any],
+        is_gradient: Callable[[Tensor], bool],
+        compile_together: Callable[..., Any],
+        *,
+        binds: bool,
+    ) -> None:
+        super().__init__()
+        self._recorder = recorder
+        self._kind_of = kind_of
+        self._is_gradient = is_gradient
+        self._compile_together = compile_together
+        self._binds = binds
+        self._patterns: list[list[Pattern]] = []
+        self._added: list[Pattern] = []
+        self._segments = 0
+        self._default_dtype = torch.get_default_dtype()
+        self.has_matched = False
+        self._is_in_step = False
+        self._is_matching = False
+        self._pattern: Pattern | None = None
+        self._begin_segment(is_matchable=False)
+
+    # -- a step
+
+    def begin(self, *, is_matching: bool) -> None:
+        """Begin a step, which may be matched or not."""
+        if self._default_dtype != torch.get_default_dtype():
+            self._default_dtype = torch.get_default_dtype()
+            self._patterns.clear()
+        is_matching &= not any(map(torch.is_autocast_enabled, ("cpu", "cuda")))
+        self.has_matched = self._is_matching = is_matching
+        self._is_in_step = True
+        self._added.clear()
+        self._segments = 0
+        self._begin_segment()
+
+    @torch.compiler.disable
+    def finish(self, *, successfully: bool) -> None:
+        """End a step: execute its operations, or drop them."""
+        recorder, self._is_in_step = self._recorder, False
+        if successfully and self._pattern is not None:
+            if self._is_at_end(None):
+                self._run(self._pattern)
+            else:
+                self._record()
+        if successfully and recorder.segment.operations:
+            recorder.flushed.clear()
+            recorder.flush()
+            self._add_pattern(None)
+        recorder.flushed.clear()
+        recorder.finish(successfully=successfully)
+        recorder.flushed.clear()
+        self._begin_segment(is_matchable=False)
+
+    def forget_step(self) -> None:
+        """Forget the patterns of the step that has just ended, which has made state that will be there."""
+        for siblings in self._patterns:
+            siblings[:] = [each for each in siblings if each not in self._added]
+
+    @torch.compiler.disable
+    def flush(self) -> None:
+        """Execute the operations that have been recorded or matched so far."""
+        self._record()
+        self._recorder.flush()
+        self._recorder.flushed.clear()
+        self._begin_segment()
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if not self._is_in_step or self._recorder.is_dispatching or func in METADATA:
+            return func(*args, **kwargs)
+        if self._pattern is not None:
+            if not torch.is_grad_enabled() and (call := self._matched(func, args, kwargs)) is not None:
+                return self._result_of(call, args, kwargs)
+            if self._is_at_end((func, args, kwargs)):
+                return self._ended(self._pattern, args, kwargs)
+            self._record()
+        return self._recorded(func, args, kwargs)
+
+    def _begin_segment(self, *, is_matchable: bool = True) -> None:
+        """Begin a segment, which may be matched, or become a pattern."""
+        self._is_noting = is_matchable and self._is_matching
+        self._siblings: list[Pattern] = []
+        if self._is_noting:
+            while len(self._patterns) <= self._segments:
+                self._patterns.append([])
+            self._siblings = self._patterns[self._segments]
+        self._segments += 1
+        self._given: list[Tensor] = []
+        self._places: dict[int, int] = {}
+        self._made: set[int] = set()
+        self._numbers: list[float] = []
+        self._calls: list[Call] = []
+        self._sources: list[int | None] = []
+        self._next = 0
+        self._operations = 0
+        self._objects: list[Deferred | None] = []
+        self._go_on_with(next(iter(self._siblings), None))
+
+    def _go_on_with(self, pattern: Pattern | None) -> None:
+        self._pattern = pattern
+        self._recorder.interrupted = None if pattern is None else self._record
+        if pattern is not None:
+            self._objects = pattern.objects.copy()
+
+    # -- calls that are matched
+
+    def _matched(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Call | None:
+        """Return the pattern's next call if this is the same, and go on behind it; try other patterns."""
+        first, i = self._pattern, self._next
+        assert first is not None
+        values, names = ((*args, *kwargs.values()), tuple(kwargs)) if kwargs else (args, ())
+        if i < len(first.calls) and self._is_same(first, first.calls[i], func, values, names):
+            return first.calls[i]
+        for pattern in self._alike(i):
+            if i < len(pattern.calls) and self._is_same(pattern, pattern.calls[i], func, values, names):
+                self._change_to(pattern)
+                return pattern.calls[i]
+        return None
+
+    def _is_at_end(self, call: tuple[Any, Any, dict[str, Any]] | None) -> bool:
+        """Return whether a pattern ends here, and its code fits; go on with that pattern."""
+        assert self._pattern is not None
+        i = self._next
+        for pattern in (self._pattern, *self._alike(i)):
+            if i != len(pattern.calls) or (pattern.end is None) != (call is None):
+                continue
+            if call is not None:
+                func, args, kwargs = call
+                assert pattern.end is not None
+                values = (*args, *kwargs.values())
+                if not self._is_same(pattern, pattern.end, func, values, tuple(kwargs)):
+                    continue
+            if pattern is not self._pattern:
+                self._change_to(pattern)
+            return self._fits(pattern)
+        return False
+
+    def _is_same(self, pattern: Pattern, call: Call, func: Any, values: Any, names: tuple[str, ...]) -> bool:
+        """Return whether a call is that of a pattern, whose numbers and tensors are noted then."""
+        if call.function != func or len(values) != len(call.arguments) or names != call.names:
+            return False
+        numbers, given = len(self._numbers), len(self._given)
+        objects, places = self._objects, self._places
+        for template, value in zip(call.arguments, values, strict=True):
+            kind = type(template)
+            if kind is Value:  # the two most frequent kinds of arguments, without a call
+                is_alike = value is objects[template]
+            elif kind is Given and (place := places.get(id(value))) is not None:
+                is_alike = place == template
+            else:
+                is_alike = self._is_alike(pattern, template, value)
+            if not is_alike:
+                del self._numbers[numbers:]
+                for tensor in self._given[given:]:
+                    del self._places[id(tensor)]
+                del self._given[given:]
+                return False
+        return True
+
+    def _is_alike(self, pattern: Pattern, template: Any, value: Any) -> bool:
+        """Return whether an argument is that of a pattern."""
+        kind = type(template)
+        if kind is Value:
+            return value is self._objects[template]
+        if kind is Given:
+            value = real(value)
+            place = self._places.get(id(value))
+            if place is None and template == len(self._given) and isinstance(value, Tensor):
+                return Spec.of(value) == pattern.specs[template] and self._meet(value) == template
+            return place == template
+        if kind is Number:
+            known = pattern.numbers[template]
+            if type(value) is not type(known) or (pattern.is_constant[template] and value != known):
+                return False
+            self._numbers.append(value)
+            return True
+        if kind is list:
+            return (
+                type(value) is template[0]
+                and len(value) == len(template) - 1
+                and all(self._is_alike(pattern, *each) for each in zip(template[1:], value, strict=True))
+            )
+        return type(value) is kind and bool(value == template)
+
+    def _meet(self, tensor: Tensor) -> int:
+        """Note a real tensor; return its place."""
+        place = self._places[id(tensor)] = len(self._given)
+        self._given.append(tensor)
+        return place
+
+    def _result_of(self, call: Call, args: Any, kwargs: dict[str, Any]) -> Any:
+        """Return the result of a matched call."""
+        pattern = self._pattern
+        assert pattern is not None
+        self._next += 1
+        if not call.is_executed:
+            return self._deferred(call.result, pattern)
+        result = self._execute(call.function, args, kwargs)
+        if not self._is_result(pattern, call.result, result):
+            self._record()
+            self._is_noting = False
+        return result
+
+    def _execute(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        """Execute a call at once, as it was when it was recorded."""
+        self._recorder.interrupted = None
+        try:
+            return self._called(func, args, kwargs)
+        finally:
+            if self._pattern is not None:
+                self._recorder.interrupted = self._record
+
+    def _deferred(self, template: Any, pattern: Pattern) -> Any:
+        """Return the result of a call that is not executed yet."""
+        kind = type(template)
+        if kind is Value:
+            found = self._objects[template]
+            if found is None:
+                spec = pattern.segment.values[template].spec
+                found = self._objects[template] = Deferred.of(spec, int(template))
+            return found
+        if kind is Given:
+            return self._given[template]
+        if kind is list:
+            return template[0](self._deferred(each, pattern) for each in template[1:])
+        return template
+
+    def _is_result(self, pattern: Pattern, template: Any, result: Any) -> bool:
+        """Return whether an executed call has returned tensors as the pattern's has."""
+        if isinstance(result, Tensor):
+            if type(result) is Deferred and result.executed is None:
+                return type(template) is Value and result is self._objects[template]
+            place = self._places.get(id(result))
+            place = self._meet(result) if place is None else place
+            return type(template) is Given and template == place and Spec.of(result) == pattern.specs[place]
+        if type(result) in (list, tuple):
+            return (
+                type(template) is list
+                and len(template) == len(result) + 1
+                and all(self._is_result(pattern, *each) for each in zip(template[1:], result, strict=True))
+            )
+        return type(template) not in (Value, Given, list)
+
+    def _alike(self, calls: int) -> Iterator[Pattern]:
+        """Yield the other patterns that begin with the same calls and fit the numbers so far."""
+        for pattern in self._siblings:
+            if (
+                pattern is not self._pattern
+                and self._pattern is not None
+                and pattern.calls[:calls] == self._pattern.calls[:calls]
+                and pattern.specs[: len(self._given)] == self._pattern.specs[: len(self._given)]
+                and all(
+                    type(number) is type(known) and (number == known or not is_constant)
+                    for number, known, is_constant in zip(
+                        self._numbers, pattern.numbers, pattern.is_constant, strict=False
+                    )
+                )
+            ):
+                yield pattern
+
+    def _change_to(self, pattern: Pattern) -> None:
+        """Go on with another pattern that has the same calls so far."""
+        before, objects = self._pattern, self._objects
+        assert before is not None
+        self._go_on_with(pattern)
+        for call in pattern.calls[: self._next]:
+            for number in found_in(Value, call.result):
+                if (found := objects[number]) is not None:
+                    self._objects[number] = found
+                    if pattern.objects[number] is not None:
+                        pattern.objects[number] = found
+                    before.renew(number)
+
+    # -- the end of a matched segment
+
+    def _fits(self, pattern: Pattern) -> bool:
+        """Return whether the code of a pattern, all of whose calls are matched, computes the same."""
+        objects, is_current = self._objects, records_version() == pattern.version
+        if any(sys.getrefcount(objects[number]) > _UNREFERENCED for number in pattern.passing):
+            return False
+        numbers, given = self._numbers, self._given
+        if any(numbers[i] != numbers[j] for i, j in pattern.equal):
+            return False
+        if any(tensor() is not given[place] for place, tensor in pattern.others):
+            return False
+        memory = set()
+        for each in pattern.inputs:
+            recorded, found = each.tensor(), self._tensor_of(each)
+            if found is None or (found is not recorded and not has_storage(found)):
+                return False
+            storage = storage_of(found)
+            memory.add(storage)
+            for place, layout in each.views:
+                if storage_of(given[place]) != storage or layout_of(given[place]) != layout:
+                    return False
+            if found is recorded:
+                if storage != each.storage:
+                    return False
+                # Code for a tensor that it writes is stale once another graph gives it error terms.
+                if each.is_written or is_current or has_error_terms(found) == each.kind[-1]:
+                    continue
+            elif each.value in pattern.bound:
+                return False
+            elif is_current and each.is_plain_gradient and self._is_gradient(found) and is_whole(found):
+                continue
+            if not is_whole(found) or (each.place is None and Spec.of(found) != each.spec):
+                return False
+            if self._kind(found, each.is_written) != each.kind:
+                return False
+        if len(memory) != len(pattern.inputs) or any(p.compiled.owner.is_stale for p in pattern.parts):
+            return False
+        return all(part.compiled.holds is None or self._holds(pattern, part) for part in pattern.parts)
+
+    def _holds(self, pattern: Pattern, part: Part) -> bool:
+        """Return whether decisions of a part's trace hold for the numbers of this step."""
+        tensors = {each.value: self._tensor_of(each) for each in pattern.inputs}
+        tensors |= {number: self._deferred(Value(number), pattern) for number in pattern.lasting}
+        operands, function = self._operands(pattern), part.function
+        function.numbers = [operands[position] for position in part.numbers]
+        function.tensors = [cast(Tensor, tensors[value]) for value in function.values]
+        try:
+            return part.compiled.fits(function)
+        finally:
+            function.tensors = []
+
+    def _operands(self, pattern: Pattern) -> list[float]:
+        """Return the numbers of a pattern's operations in this step."""
+        return [
+            known if source is None else float(self._numbers[source])
+            for known, source in zip(pattern.operands, pattern.sources, strict=True)
+        ]
+
+    def _tensor_of(self, each: Input) -> Tensor | None:
+        """Return the tensor of this step that is an input of a pattern."""
+        if each.place is not None:
+            return self._given[each.place]
+        return self._recorder.owner(self._given[each.views[0][0]]) if each.views else each.tensor()
+
+    def _kind(self, tensor: Tensor, is_written: bool) -> Any:
+        """Return the facts about a tensor that code depends on; the last is whether it has error terms."""
+        return type(tensor), self._kind_of(tensor, is_written), has_error_terms(tensor)
+
+    @torch.compiler.disable
+    def _run(self, pattern: Pattern) -> None:
+        """Execute the operations of a pattern on the tensors and numbers of this step."""
+        recorder, values = self._recorder, pattern.segment.values
+        self._pattern = recorder.interrupted = None
+        operands = self._operands(pattern)
+        for each in pattern.inputs:
+            values[each.value].tensor = self._tensor_of(each)
+        for number in pattern.lasting:
+            values[number].tensor = self._deferred(Value(number), pattern)
+        self._objects = []
+        try:
+            recorder.execute(
+                pattern.segment, pattern.kept, lambda: self._parts_of(pattern, operands), operands
+            )
+        finally:
+            for number in (*(each.value for each in pattern.inputs), *pattern.lasting):
+                values[number].tensor = None
+        pattern.version = records_version()
+
+    def _parts_of(self, pattern: Pattern, operands: Sequence[float]) -> list[Part]:
+        """Return the code of a pattern; its components are put together at its first match."""
+        if not pattern.has_matched:
+            pattern.has_matched = True
+            pattern.parts = self._put_together(pattern, operands)
+        return pattern.parts
+
+    def _put_together(self, pattern: Pattern, operands: Sequence[float]) -> list[Part]:
+        """Compile the components of a pattern as one graph; return them as they are if that is impossible."""
+        segment = pattern.segment
+        single: list[Part] = []
+        several: list[Part] = []
+        for part in pattern.parts:
+            has_product = any(is_matrix_product(each.signature.operator) for each in part.function.operations)
+            written = segment.written.intersection(part.function.inputs)  # 0-d tensors belong to no row
+            is_alone = has_product or any(not segment.values[value].spec.size for value in written)
+            (single if is_alone else several).append(part)
+        if len(several) < 2:
+            return pattern.parts
+        chosen = {id(operation) for part in several for operation in part.function.operations}
+        operations = [each for each in segment.operations if id(each) in chosen]
+        kept = [number for part in several for number in part.function.kept]
+        function = RecordedFunction(segment, operations, kept, self._kind_of)
+        positions = positions_of(function, positions_in(segment))
+        function.numbers = [operands[position] for position in positions]
+        changing = {part.numbers[i] for part in several for i in part.compiled.inputs}
+        changed = [i for i, position in enumerate(positions) if position in changing]
+        first: dict[Any, int] = {}
+        shared: dict[int, int] = {}
+        equal: dict[tuple[int, int], None] = {}
+        for i in changed:
+            source = pattern.sources[positions[i]]
+            always = pattern.operands[positions[i]], operands[positions[i]]
+            shared[i] = first.setdefault(always, i)
+            other = pattern.sources[positions[shared[i]]]
+            if source is not None and other is not None and source != other:
+                equal[source, other] = None
+        pattern.equal.extend(equal)
+        lasting = {
+            each.value: tensor
+            for each in pattern.inputs
+            if self._binds
+            and each.value in function.values
+            and (tensor := segment.values[each.value].tensor) is each.tensor()
+            and each.kind[1][0] != "gradient"
+        }
+        try:
+            together = Together(segment, lasting, shared)
+            compiled = compiled_for(
+                function, self._compile_together, changed, takes_sizes=False, together=together
+            )
+        except NotByFamily:
+            return pattern.parts
+        if not {*shared.values()}.issubset(compiled.inputs):
+            return pattern.parts  # only components are compiled anew for other numbers
+        pattern.bound = compiled.bound
+        return [*single, Part(function, compiled, positions)]
+
+    # -- calls that are recorded
+
+    @torch.compiler.disable
+    def _record(self) -> None:
+        """Record the calls that have been matched, none of which has been executed, and the next calls."""
+        if (pattern := self._pattern) is None:
+            return
+        recorder, self.has_matched = self._recorder, False
+        self._pattern = recorder.interrupted = None
+        objects, self._objects = self._objects, []
+        self._calls = pattern.calls[: self._next]
+        self._made.update(*(found_in(Given, call.result) for call in self._calls if call.is_executed))
+        self._sources = []
+        with recorder if recorder.is_dispatching else nullcontext():
+            for call in self._calls:
+                if call.is_executed:
+                    continue
+                first = len(recorder.segment.operations)
+                values = [self._value(template, objects) for template in call.arguments]
+                named = len(values) - len(call.names)
+                kwargs = dict(zip(call.names, values[named:], strict=True))
+                made = self._called(call.function, values[:named], kwargs)
+                self._take_over(call.result, made, objects, pattern)
+                del values, kwargs, made
+                self._note_sources(call, first)
+        self._operations = len(recorder.segment.operations)
+
+    def _value(self, template: Any, objects: Sequence[Deferred | None]) -> Any:
+        """Return an argument of a matched call."""
+        kind = type(template)
+        if kind is Value:
+            return objects[template]
+        if kind is Given:
+            return self._given[template]
+        if kind is Number:
+            return self._numbers[template]
+        if kind is list:
+            return template[0](self._value(each, objects) for each in template[1:])
+        return template
+
+    def _take_over(
+        self, template: Any, made: Any, objects: Sequence[Deferred | None], pattern: Pattern
+    ) -> None:
+        """Replace the deferred tensors just recorded by the deferred tensors that the step has."""
+        if type(template) is list:
+            for each in zip(template[1:], made, strict=True):
+                self._take_over(*each, objects, pattern)
+        elif type(template) is Value and (given := objects[template]) is not made:
+            assert given is not None
+            assert type(made) is Deferred
+            self._is_noting = self._is_noting and made.value == template
+            self._recorder.segment.values[made.value].tensor = given
+            given.value = made.value
+            if pattern.objects[template] is given:
+                pattern.renew(template)
+
+    def _recorded(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        """Record a call, or execute it at once; note it for later steps."""
+        recorder, self.has_matched = self._recorder, False
+        first, executed = len(recorder.segment.operations), recorder.executed
+        recorder.flushed.clear()
+        call = None
+        if self._is_noting:
+            try:
+                call = self._noted(func, args, kwargs, first)
+            except Unmatchable:
+                self._is_noting = False
+        result = self._called(func, args, kwargs)
+        if recorder.flushed:
+            self._end_recorded(call, first, result)
+        elif call is not None:
+            try:
+                self._note_result(call, result, first, recorder.executed - executed)
+            except Unmatchable:
+                self._is_noting = False
+        return result
+
+    def _called(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        """Call a function in the recorder."""
+        if func == _SET_DATA and Spec.of(args[0]) == Spec.of(args[1]):
+            return args[0].copy_(args[1])
+        if (fused := fused_operator(func)) is not None:
+            return run_unfused(fused, args, kwargs)
+        if func is Tensor.__deepcopy__ and type(args[0]) in (Tensor, Deferred):
+            return args[0].detach().clone()
+        if func in _OF_MEMORY or func == _SET_DATA:
+            self._recorder.flush()
+        return func(*args, **kwargs)
+
+    def _noted(self, func: Any, args: Any, kwargs: dict[str, Any], first: int) -> Call:
+        """Return a call with templates for its arguments."""
+        if first != self._operations or torch.is_grad_enabled():
+            raise Unmatchable
+        return Call(func, [*map(self._template, (*args, *kwargs.values()))], tuple(kwargs))
+
+    def _template(self, value: Any) -> Any:
+        """Return the template of an argument."""
+        kind = type(value)
+        if isinstance(value, Tensor):
+            value = real(value)
+            if type(value) is Deferred:
+                if not self._recorder.segment.has(value):
+                    raise Unmatchable
+                return Value(value.value)
+            if is_wrapper_class(kind) or not has_storage(value):
+                raise Unmatchable
+            place = self._places.get(id(value))
+            return Given(self._meet(value) if place is None else place)
+        if kind is float or kind is int:
+            self._numbers.append(value)
+            return Number(len(self._numbers) - 1)
+        if kind is list or kind is tuple:
+            return [kind, *map(self._template, value)]
+        if kind not in CONSTANTS:
+            raise Unmatchable
+        return value
+
+    def _note_result(self, call: Call, result: Any, first: int, executed: int) -> None:
+        """Note the result of a call, and add the call to the segment."""
+        self._operations = len(self._recorder.segment.operations)
+        call.is_executed = self._operations == first
+        if executed and not call.is_executed:
+            raise Unmatchable
+        call.result = self._template_of(result, is_executed=call.is_executed)
+        self._note_sources(call, first)
+        self._calls.append(call)
+
+    def _template_of(self, result: Any, *, is_executed: bool) -> Any:
+        """Return the template of a result."""
+        if isinstance(result, Tensor):
+            if type(result) is Deferred and result.executed is None:
+                return self._template(result)
+            if (place := self._places.get(id(result))) is None:
+                if not is_executed or not has_storage(result):
+                    raise Unmatchable
+                place = self._meet(result)
+                self._made.add(place)
+            return Given(place)
+        if type(result) in (list, tuple):
+            return [type(result), *(self._template_of(each, is_executed=is_executed) for each in result)]
+        if isinstance(result, (list, tuple, dict)) or (result is not None and not is_executed):
+            raise Unmatchable
+        return None
+
+    def _note_sources(self, call: Call, first: int) -> None:
+        """Note which of a call's numbers the numbers of its operations are."""
+        operands = [n for each in self._recorder.segment.operations[first:] for n in each.numbers]
+        numbers = [*found_in(Number, call.arguments)]
+        sources: Sequence[int | None] = [None] * len(operands)
+        for chosen in ([i for i in numbers if type(self._numbers[i]) is float], numbers):
+            values = [float(self._numbers[i]) for i in chosen]
+            if values == operands:
+                sources = chosen
+                break
+            if len(values) == 1 and operands == values * len(operands):
+                sources = chosen * len(operands)
+                break
+        self._sources += sources
+
+    # -- the end of a recorded segment
+
+    def _ended(self, pattern: Pattern, args: Any, kwargs: dict[str, Any]) -> Any:
+        """Execute a matched segment, and then the call that ends it."""
+        assert pattern.end is not None
+        self._run(pattern)
+        result = self._called(pattern.end.function, args, kwargs)
+        self._begin_after(result)
+        return result
+
+    def _end_recorded(self, end: Call | None, first: int, result: Any) -> None:
+        """Make a pattern of a recorded segment that a call has ended; begin the next segment."""
+        flushed = self._recorder.flushed
+        is_alone = len(flushed) == 1 and len(flushed[0].segment.operations) == first
+        if is_alone and end is not None:
+            self._add_pattern(end)
+        self._begin_after(result)
+
+    def _begin_after(self, result: Any) -> None:
+        """Begin a segment after a call that has ended a segment, and returned ``result``."""
+        self._recorder.flushed.clear()
+        has_begun = len(self._recorder.segment.operations) > 0  # by that call
+        self._begin_segment(is_matchable=not has_begun)
+        for tensor in found_in(Tensor, result):
+            if type(tensor) is not Deferred and id(tensor) not in self._places:
+                self._made.add(self._meet(tensor))
+        if self._pattern is not None and not self._has_met(self._pattern):
+            self._go_on_with(next(filter(self._has_met, self._siblings), None))
+
+    def _has_met(self, pattern: Pattern) -> bool:
+        """Return whether a pattern begins with real tensors like the tensors so far."""
+        return [*map(Spec.of, self._given)] == pattern.specs[: len(self._given)]
+
+    def _add_pattern(self, end: Call | None) -> None:
+        """Make a pattern of the segment that has just been executed, and add it to its siblings."""
+        siblings, flushed = self._siblings, self._recorder.flushed
+        if not self._is_noting or not flushed:
+            return
+        segment, kept, parts = flushed[-1]
+        operands = [number for each in segment.operations for number in each.numbers]
+        if len(segment.operations) != self._operations or len(operands) != len(self._sources):
+            return
+        first = positions_in(segment)
+        found = [Part(*each, positions_of(each[0], first)) for each in parts]
+        lasting = {*kept, *(number for each in found for number in each.function.kept)}
+        used = {value for each in found for value in each.function.inputs}
+        used |= {base for value in kept if segment.is_input(base := segment.base(value))}
+        inputs = [self._input(segment, value) for value in sorted(used)]
+        inputs_at = {each.place for each in inputs}
+        calls = [call.arguments for call in self._calls if not call.is_executed]
+        recorded = {*found_in(Given, calls)}
+        of_storage = {each.storage: each for each in inputs}
+        others: list[tuple[int, TensorWeakRef]] = []
+        for place, tensor in enumerate(self._given):
+            if place in recorded and place not in inputs_at:
+                if (viewed := of_storage.get(storage_of(tensor))) is not None:
+                    viewed.views.append((place, layout_of(tensor)))
+                elif place not in self._made:
+                    others.append((place, TensorWeakRef(tensor)))
+        changing = {each.numbers[i] for each in found for i in each.compiled.inputs}
+        is_constant = [True] * len(self._numbers)
+        at = [(source, position) for position, source in enumerate(self._sources) if source is not None]
+        for i, positions in groupby(sorted(at), itemgetter(0)):
+            is_constant[i] = not changing.issuperset(position for _, position in positions)
+        objects: list[Deferred | None] = [None] * len(segment.values)
+        for call in self._calls:
+            for number in found_in(Value, call.result):
+                if number not in lasting and objects[number] is None:
+                    objects[number] = Deferred.of(segment.values[number].spec, number)
+        specs = [*map(Spec.of, self._given)]
+        passing = [number for number, each in enumerate(objects) if each is not None]
+        for value in segment.values:
+            value.tensor = None
+        pattern = Pattern(
+            self._calls, end, segment, kept, sorted(lasting), inputs, others, specs,
+            self._numbers, is_constant, operands, self._sources, found, objects, passing,
+        )  # fmt: skip
+        others_than = pattern.end, pattern.calls, specs  # one with the same has other constants or tensors
+        kept_on = [each for each in siblings if (each.end, each.calls, each.specs) != others_than]
+        siblings[:] = [pattern, *kept_on[: MOST_PATTERNS - 1]]
+        self._added.append(pattern)
+
+    def _input(self, segment: Segment, value: int) -> Input:
+        """Describe an input of a segment."""
+        tensor, is_written = segment.values[value].tensor, value in segment.written
+        return Input(
+            value,
+            self._places.get(id(tensor)),
+            TensorWeakRef(tensor),
+            segment.values[value].spec,
+            storage_of(tensor),
+            self._kind(tensor, is_written),
+            is_written,
+        )
+
+
+def _unreferenced_count() -> int:
+    """Return the reference count of a deferred tensor that a pattern and the step matched have alone."""
+    of_pattern: list[Any] = [object()]
+    of_step = of_pattern.copy()
+    return sys.getrefcount(of_step[0])
+
+
+_UNREFERENCED = _unreferenced_count()
+
+_SET_DATA = Tensor.data.__set__  # type: ignore[attr-defined]
+_OF_MEMORY = frozenset(
+    getattr(Tensor, name)
+    for name in (
+        "__array__", "__deepcopy__", "__dlpack__", "__reduce_ex__", "as_strided_", "data_ptr", "detach_",
+        "numpy", "resize_", "resize_as_", "share_memory_", "squeeze_", "swapaxes_", "swapdims_", "t_",
+        "tolist", "transpose_", "unsqueeze_", "untyped_storage",
+    )
+)  # fmt: skip
+
+_METHODS = (
+    "__hash__", "__len__", "dim", "element_size", "get_device", "is_complex", "is_contiguous",
+    "is_floating_point", "ndimension", "numel", "size", "storage_offset", "stride",
+)  # fmt: skip
+_ATTRIBUTES = (
+    "device", "dtype", "grad", "grad_fn", "is_cpu", "is_cuda", "is_leaf", "is_meta", "is_mps", "is_nested",
+    "is_quantized", "is_sparse", "is_sparse_csr", "is_xpu", "itemsize", "layout", "ndim", "requires_grad",
+    "shape",
+)  # fmt: skip
+#: Functions that read no elements, and leave tensors as they are.
+METADATA = frozenset(
+    (
+        torch.is_complex, torch.is_floating_point, torch.is_tensor, torch.numel,
+        *(getattr(Tensor, name) for name in _METHODS),
+        *(getattr(Tensor, name).__get__ for name in _ATTRIBUTES),
+    )
+)  # fmt: skip

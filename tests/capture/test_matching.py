@@ -1,0 +1,401 @@
+"""Recorded steps that make the calls of an earlier step: they are matched, with the bits of recorded ones."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import random
+import weakref
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from collage_fx import CollageBackend, full_value, install
+from collage_fx.capture.recording import RECORDING, Request, record
+from collage_fx.torch_compat import storage_of
+from tests.support.substitutes import steps_matched
+from tests.support.training import Descent, set_gradients
+
+SHAPES = [(4, 3), (4, 3), (7,), (5,), (7,), ()]
+STEPS = 12
+
+#: Update of one parameter: takes the parameter, its gradient, its state, the step's number, a rate.
+Update = Callable[[Tensor, Tensor, dict[str, Any], int, float], Any]
+
+
+class Steps(Descent):
+    """Its update is drawn, or written in a test."""
+
+    update: Update
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    state = self.state[p]
+                    state["step"] = state.get("step", 0) + 1
+                    type(self).update(p, p.grad, state, state["step"], group["lr"])
+
+
+def recorded(update: Update, **options: Any) -> Steps:
+    """Make an optimizer whose steps are recorded from the first on."""
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    optimizer = made(update)
+    install(optimizer, **options)
+    record(optimizer, Request(CollageBackend(**options), {}, strict=True), "of the test")
+    return optimizer
+
+
+def made(update: Update) -> Steps:
+    generator = torch.Generator().manual_seed(0)
+    params = [torch.nn.Parameter(torch.randn(s, generator=generator).bfloat16()) for s in SHAPES]
+    kind = type("Drawn", (Steps,), {"update": staticmethod(update)})
+    return kind([{"params": params[:3]}, {"params": params[3:], "lr": 3e-4}], lr=1e-3)
+
+
+def params_of(optimizer: Optimizer) -> list[Tensor]:
+    return [p for group in optimizer.param_groups for p in group["params"]]
+
+
+def train(
+    optimizer: Steps,
+    steps: Sequence[int],
+    *,
+    absent: bool = False,
+    between: Callable[[int], Any] | None = None,
+) -> None:
+    for i in steps:
+        set_gradients(params_of(optimizer), i)
+        if absent and i % 5 in (2, 3):
+            for p in params_of(optimizer)[i % 2 :: 3]:
+                p.grad = None
+        for group in optimizer.param_groups:
+            group["lr"] *= 0.9 if i % 4 == 3 else 1.0
+        if between is not None:
+            between(i)
+        optimizer.step()
+
+
+def results(optimizer: Steps) -> list[Tensor]:
+    """All that a run leaves: weights with their error terms, and state."""
+    params = params_of(optimizer)
+    state = [v for p in params for v in optimizer.state[p].values() if isinstance(v, Tensor)]
+    return [*(p.detach().clone() for p in params), *map(full_value, params), *state]
+
+
+def both_ways(update: Update, *, absent: bool = False, **options: Any) -> int:
+    """Compare the bits of matched steps with those of recorded ones; return how many segments matched."""
+    ends, matched = [], 0
+    for allowed in (True, False):
+        optimizer = recorded(update, **options)
+        with steps_matched(allowed=allowed) as count:
+            train(optimizer, range(STEPS), absent=absent)
+        matched = max(matched, count[0])
+        assert allowed or not count[0]
+        ends.append(results(optimizer))
+    for one, other in zip(*ends, strict=True):
+        assert torch.equal(one, other)
+    return matched
+
+
+# Steps that are drawn. -------------------------------------------------------------------------------------
+
+
+def draw(seed: int) -> Update:
+    """Draw an update: statements, each of which is one that optimizers have."""
+    chosen = random.Random(seed)
+    average = chosen.choice(["in place", "new object", "lerp", "foreach", "of a view"])
+    scale = chosen.choice(["none", "norm as a tensor", "norm as a number", "branch", "branch with a break"])
+    counter = chosen.choice(["number", "tensor", "none"])
+    apply = chosen.choice(["add", "data", "addcdiv", "sub_", "foreach", "copy", "through float32", "t"])
+    extra = chosen.choice(["none", "print of a value", "scratch", "keeps its update", "noise", "every third"])
+
+    def moved(g: Tensor, state: dict[str, Any]) -> Tensor:
+        if "m" not in state:
+            state["m"] = torch.zeros_like(g)
+        if average == "in place":
+            state["m"].mul_(0.9).add_(g, alpha=0.1)
+        elif average == "new object":
+            state["m"] = state["m"] * 0.9 + g * 0.1
+        elif average == "lerp":
+            state["m"].lerp_(g, 0.1)
+        elif average == "foreach":
+            torch._foreach_mul_([state["m"]], 0.9)
+            torch._foreach_add_([state["m"]], [g], alpha=0.1)
+        else:
+            state["m"].view(-1).mul_(0.9).add_(g.reshape(-1), alpha=0.1)
+        return state["m"]
+
+    def update(p: Tensor, g: Tensor, state: dict[str, Any], step: int, lr: float) -> None:
+        u = moved(g, state)
+        if counter == "number":
+            u = u / (1 - 0.9**step)
+        elif counter == "tensor":
+            state["t"] = state.get("t", torch.zeros(()))
+            state["t"] += 1
+            u = u / (1 - 0.9 ** state["t"])
+        if scale == "norm as a tensor":
+            u = u / (u.norm() + 1)
+        elif scale == "norm as a number":
+            u = u * min(1.0, 2.0 / (float(u.norm()) + 1e-3))
+        elif scale == "branch" and bool(g.sum() > 0):
+            u = u * 0.5
+        elif scale == "branch with a break" and float(g.abs().max()) > 1.5:
+            return
+        if extra == "print of a value":
+            assert u.sum().item() < 1e9
+        elif extra == "scratch":
+            made_anew = torch.zeros_like(p)
+            made_anew.copy_(u)
+            u = made_anew
+        elif extra == "keeps its update":
+            state["last"] = u.clone()
+        elif extra == "noise":
+            u = u + 1e-3 * torch.randn_like(g, dtype=torch.float32).to(g.dtype)
+        elif extra == "every third" and step % 3:
+            return
+        if apply == "add":
+            p.add_(u, alpha=-lr)
+        elif apply == "data":
+            p.data.add_(u, alpha=-lr)
+        elif apply == "addcdiv":
+            p.addcdiv_(u, u.abs().sqrt().add_(1e-3), value=-lr)
+        elif apply == "sub_":
+            p.sub_(lr * u)
+        elif apply == "foreach":
+            torch._foreach_add_([p], [u], alpha=-lr)
+        elif apply == "copy":
+            p.copy_(p - lr * u)
+        elif apply == "through float32":
+            p.copy_((p.float() - lr * u.float()).to(p.dtype))
+        else:
+            p.t().add_(u.t(), alpha=-lr)
+
+    update.__doc__ = f"{average}, {scale}, {counter}, {apply}, {extra}"
+    return update
+
+
+@pytest.mark.rotating
+@pytest.mark.parametrize("seed", range(24))
+def test_a_matched_step_has_the_bits_of_a_recorded_one(seed: int) -> None:
+    options: list[dict[str, Any]] = [
+        {},
+        {"strategy": "full"},
+        {"rounding": "nearest"},
+        {"error_format": "byte"},
+    ]
+    both_ways(draw(seed), absent=seed % 2 == 1, **options[seed % 4])
+
+
+def test_drawn_steps_are_matched() -> None:
+    """The comparison above would hold as well if none of them were."""
+    assert sum(both_ways(draw(seed)) > 0 for seed in range(100, 104)) >= 3
+
+
+@pytest.mark.parametrize(
+    "scaled",
+    [
+        lambda u, step: u.clamp(-1.0 / step, 1.0 / step),
+        lambda u, step: u.sign() * u.abs().pow(1 + 1 / step),
+        lambda u, step: torch.nn.functional.softshrink(u, 0.1 / step),
+        lambda u, step: torch.nn.functional.leaky_relu(u, 0.1 / (1 + step % 2)),
+        lambda u, step: u * float(step % 3) + u.new_full((), 0.5 / step),
+    ],
+    ids=["clamp", "pow", "softshrink", "leaky_relu", "new_full"],
+)
+def test_numbers_that_change_in_operators_that_may_take_constants_alone(scaled: Any) -> None:
+    def update(p: Tensor, g: Tensor, state: dict[str, Any], step: int, lr: float) -> None:
+        p.add_(scaled(g, step), alpha=-lr)
+
+    both_ways(update)
+
+
+# What must not be taken for the same. ----------------------------------------------------------------------
+
+
+def momentum(p: Tensor, g: Tensor, state: dict[str, Any], step: int, lr: float) -> None:
+    state["m"] = m = state.get("m", torch.zeros_like(p))
+    m.mul_(0.9).add_(g, alpha=0.1)
+    p.add_(m, alpha=-lr)
+
+
+def compared(update: Update, between: Callable[[Steps, int], Any], at_least: int = 1, **options: Any) -> None:
+    """Compare runs, between whose steps something happens, matched and recorded."""
+    ends = []
+    for allowed in (True, False):
+        optimizer = recorded(update, **options)
+        with steps_matched(allowed=allowed) as count:
+            train(optimizer, range(STEPS), between=partial(between, optimizer))
+        assert count[0] >= at_least * allowed
+        ends.append(results(optimizer))
+    for one, other in zip(*ends, strict=True):
+        assert torch.equal(one, other)
+
+
+def set_constant(optimizer: Steps, i: int) -> None:
+    if i == 6:
+        optimizer.param_groups[0]["lr"] *= (
+            0.25  # equal before in both groups' code, and different from here on
+        )
+
+
+def replace_data(optimizer: Steps, i: int) -> None:
+    if i == 6:
+        for p in params_of(optimizer):
+            p.data = p.data.clone()
+
+
+def replace_state(optimizer: Steps, i: int) -> None:
+    if i == 6:
+        for p in params_of(optimizer):
+            optimizer.state[p]["m"] = optimizer.state[p]["m"].clone()
+
+
+def load(optimizer: Steps, i: int) -> None:
+    if i == 6:
+        optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+
+
+def write(optimizer: Steps, i: int) -> None:
+    if i == 6:
+        with torch.no_grad():
+            params_of(optimizer)[0].mul_(1.5)
+
+
+def share_a_gradient(optimizer: Steps, i: int) -> None:
+    """Two parameters get the same tensor as their gradients, from then on or once."""
+    if i in (6, 9):
+        params = params_of(optimizer)
+        params[1].grad = params[0].grad
+
+
+def gradients_in_one_buffer(optimizer: Steps, i: int) -> None:
+    if i >= 6:
+        params = params_of(optimizer)
+        flat = torch.cat([p.grad.reshape(-1) for p in params if p.grad is not None])
+        for p, piece in zip(params, flat.split([p.numel() for p in params]), strict=True):
+            p.grad = piece.view_as(p)
+
+
+def overlapping_gradients(optimizer: Steps, i: int) -> None:
+    if i == 7:
+        params = params_of(optimizer)
+        params[1].grad = params[0].grad.view(4, 3)  # type: ignore[union-attr]
+
+
+def transposed_gradients(optimizer: Steps, i: int) -> None:
+    if i == 7:
+        p = params_of(optimizer)[0]
+        assert p.grad is not None
+        p.grad = p.grad.t().contiguous().t()
+
+
+def freeze(optimizer: Steps, i: int) -> None:
+    params_of(optimizer)[2].grad = None if i >= 6 else params_of(optimizer)[2].grad
+
+
+@pytest.mark.rotating
+@pytest.mark.filterwarnings("ignore:collage_fx")
+@pytest.mark.parametrize(
+    "between",
+    [
+        set_constant, replace_data, replace_state, load, write, share_a_gradient, gradients_in_one_buffer,
+        overlapping_gradients, transposed_gradients, freeze,
+    ],
+    ids=lambda between: between.__name__,
+)  # fmt: skip
+def test_what_changes_between_two_steps_is_seen(between: Any) -> None:
+    """To nearest, as the dither of state that is replaced starts again."""
+    compared(momentum, between, rounding="nearest")
+
+
+def test_a_value_that_a_step_keeps_once_is_computed() -> None:
+    """It outlives its segment at one step alone, where nothing but its reference count tells."""
+    kept: list[Tensor] = []
+
+    def update(p: Tensor, g: Tensor, state: dict[str, Any], step: int, lr: float) -> None:
+        u = g * 0.5
+        p.add_(u, alpha=-lr)
+        if step == 7:
+            kept.append(u)
+
+    optimizer = recorded(update)
+    with steps_matched() as count:
+        train(optimizer, range(STEPS))
+    assert count[0] > 0
+    assert [type(each) for each in kept] == [Tensor] * len(SHAPES)
+    set_gradients(params_of(optimizer), 6)
+    for each, p in zip(kept, params_of(optimizer), strict=True):
+        assert p.grad is not None
+        assert torch.equal(each, p.grad * 0.5)
+
+
+def test_a_tensor_in_the_memory_of_a_freed_gradient_is_no_gradient() -> None:
+    """A step may free gradients that it has read, and tensors that it makes then may have their addresses."""
+    optimizer = recorded(momentum)
+    train(optimizer, range(2))
+    recording, params = vars(optimizer)[RECORDING], params_of(optimizer)
+    set_gradients(params)
+    recording._look_at()
+    assert recording._kind_of(params[0].grad, False)[0] == "gradient"
+    known = {*recording._gradients}
+    for p in params:
+        p.grad = None
+    made = [torch.zeros(()) for _ in range(100)]
+    again = [each for each in made if id(each) in known or storage_of(each) in known]
+    assert again, "no address has been used again"
+    assert {recording._kind_of(each, False)[0] for each in again} == {None}
+
+
+def test_steps_that_branch_in_many_ways_keep_few_patterns() -> None:
+    def update(p: Tensor, g: Tensor, state: dict[str, Any], step: int, lr: float) -> None:
+        for _ in range(1 + int(g.flatten()[0].item() > 0) + int(g.flatten()[-1].item() > 0)):
+            p.add_(g, alpha=-lr)
+
+    optimizer = recorded(update)
+    train(optimizer, range(40))
+    matcher = vars(optimizer)[RECORDING]._matcher
+    assert max(map(len, matcher._patterns)) <= 16
+    assert len(matcher._patterns) < 100
+
+
+def test_patterns_die_with_their_optimizer() -> None:
+    optimizer = recorded(momentum)
+    with steps_matched() as count:
+        train(optimizer, range(6))
+    assert count[0] > 0
+    parameter, state = (weakref.ref(each) for each in (params_of(optimizer)[0], results(optimizer)[-1]))
+    del optimizer
+    gc.collect()
+    assert parameter() is None
+    assert state() is None
+
+
+def test_an_exception_in_a_matched_step_leaves_everything_as_it_was() -> None:
+    fails = [False]
+
+    def update(p: Tensor, g: Tensor, state: dict[str, Any], step: int, lr: float) -> None:
+        momentum(p, g, state, step, lr)
+        if fails[0] and p.dim() == 1:
+            raise ValueError("of the test")
+
+    ends = []
+    for allowed in (True, False):
+        optimizer = recorded(update)
+        with steps_matched(allowed=allowed):
+            train(optimizer, range(6))
+            fails[0] = True
+            with pytest.raises(ValueError, match="of the test"):
+                train(optimizer, [6])
+            fails[0] = False
+            train(optimizer, range(7, 10))
+        ends.append(results(optimizer))
+    for one, other in zip(*ends, strict=True):
+        assert torch.equal(one, other)
