@@ -19,8 +19,8 @@ compared with a pattern's one by one, and nothing is executed until the segment 
 * Calls that are executed at once (counters, views of whole tensors) are executed when they are matched.
 * The code of all components is compiled once more at a pattern's first match, as one graph, as Dynamo would
   have captured it: equal updates then are one call of a kernel.
-* Steps are recorded, never matched, if they have a closure. So is a segment with operations that no mode for
-  torch functions sees (scripted functions), or that make 16-bit tensors at once.
+* Steps are recorded, never matched, if they have a closure, and under autocast. So are segments with
+  operations that no mode for torch functions sees (scripted functions), or that enable gradients.
 """
 
 from __future__ import annotations

@@ -83,7 +83,7 @@ class SubtractsFromAKeptBuffer(SubtractsAgain):
 
 
 class ReadsItsLastTrialFirst(SubtractsAgain):
-    """What is known of the readers of the last step's value says nothing of those behind the closure."""
+    """A step that reads its last trial, overwrites it, and reads it again behind the closure."""
 
     def __init__(self, params: Any, lr: float = LR) -> None:
         super().__init__(params, lr)

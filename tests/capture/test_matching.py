@@ -217,7 +217,7 @@ def test_numbers_that_change_in_operators_that_may_take_constants_alone(scaled: 
     both_ways(update)
 
 
-# What must not be taken for the same. ----------------------------------------------------------------------
+# Changes that have to be seen. -----------------------------------------------------------------------------
 
 
 def momentum(p: Tensor, g: Tensor, state: dict[str, Any], step: int, lr: float) -> None:
@@ -317,7 +317,7 @@ def test_what_changes_between_two_steps_is_seen(between: Any) -> None:
 
 
 def test_a_value_that_a_step_keeps_once_is_computed() -> None:
-    """It outlives its segment at one step alone, where nothing but its reference count tells."""
+    """A result outlives its segment at one step alone, as only its reference count tells."""
     kept: list[Tensor] = []
 
     def update(p: Tensor, g: Tensor, state: dict[str, Any], step: int, lr: float) -> None:

@@ -1278,7 +1278,7 @@ def test_a_recorded_step_of_several_parameters_is_measured_while_it_makes_their_
 
 
 class CountsInTheGroups(Optimizer):
-    """It writes to the groups of an optimizer within, as pytorch_optimizer's ScheduleFreeWrapper does."""
+    """Optimizer that writes to the groups of an optimizer within, as ScheduleFreeWrapper does."""
 
     def __init__(self, inner: Optimizer) -> None:
         super().__init__(inner.param_groups, {})
