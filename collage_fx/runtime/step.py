@@ -6,7 +6,7 @@ import weakref
 from array import array
 from collections.abc import Callable, Mapping, Sequence
 from contextvars import ContextVar
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -29,9 +29,6 @@ from collage_fx.torch_compat import Sharding, boxed_call, local_tensor
 
 #: Patterns of gradients that a step remembers.
 MOST_PATTERNS = 256
-
-#: Arguments whose records a binding remembers.
-MOST_MET = 8192
 
 #: ``id`` of each tensor that stands for a gradient that is absent from the current step.
 STAND_INS: ContextVar[frozenset[int]] = ContextVar("stand_ins", default=frozenset())
@@ -221,13 +218,6 @@ def bind(index: int, info: InputInfo, error_format: ErrorFormat, *, reads: bool 
     return Binding(index, error_format, info.name, bound, weakref.ref(record), reads)
 
 
-class _Met(NamedTuple):
-    """Argument of an earlier call, and its record."""
-
-    tensor: TensorWeakRef
-    record: weakref.ref[ErrorTermRecord]
-
-
 @dataclass
 class Binding:
     """Lookup of the error terms of an input of a step.
@@ -244,7 +234,6 @@ class Binding:
         bound: the tensor, if it is an attribute of the module.
         record: the remembered record of a bound tensor.
         reads: whether the step only reads the error terms. A tensor without error terms is read with zeros.
-        met: arguments of earlier calls, by their ``id``.
     """
 
     index: int
@@ -253,7 +242,6 @@ class Binding:
     bound: TensorWeakRef | None = None
     record: Callable[[], ErrorTermRecord | None] = lambda: None
     reads: bool = False
-    met: dict[int, _Met] = field(default_factory=dict)
 
     @property
     def is_lasting(self) -> bool:
@@ -262,12 +250,6 @@ class Binding:
 
     def added_to(self, arguments: Sequence[Any]) -> Sequence[Tensor]:
         """Return the tensors that a step takes beside the input in a call."""
-        if self.bound is None:
-            tensor = arguments[self.index]
-            known = self.met.get(id(tensor))
-            found = known.record() if known is not None and known.tensor() is tensor else None
-            if found is not None and found.is_ready(tensor.device):
-                return found.buffers
         if self.reads and self.record() is None:
             tensor = self._tensor_in(arguments)
             if not has_error_terms(tensor):
@@ -275,11 +257,6 @@ class Binding:
         record = self.record_in(arguments)
         added = record.use(self.name)
         record.is_new &= self.reads  # the step that updates it keeps them
-        if self.bound is None:
-            if len(self.met) > MOST_MET:
-                self.met.clear()
-            tensor = arguments[self.index]
-            self.met[id(tensor)] = _Met(TensorWeakRef(tensor), weakref.ref(record))
         return added
 
     def record_in(self, arguments: Sequence[Any]) -> ErrorTermRecord:

@@ -189,21 +189,7 @@ class ErrorTermRecord:
             _follow(self, local_tensor(owner))
         if not self.format.keeps_hi:
             self._pack(name)
-        return self.buffers
-
-    @property
-    def buffers(self) -> Sequence[Tensor]:
-        """The auxiliaries, in the order in which the format's ``store`` takes them."""
         return (*self.auxiliaries, self.start) if self.format.is_dithered else self.auxiliaries
-
-    def is_ready(self, device: torch.device) -> bool:
-        """Return whether :meth:`use` would find nothing to do, for a tensor that is on ``device`` now."""
-        return (
-            self._settle is None
-            and self.is_used
-            and self.format.keeps_hi
-            and all(each.device == device for each in self.auxiliaries)
-        )
 
     @property
     def is_current(self) -> bool:

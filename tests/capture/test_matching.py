@@ -316,6 +316,22 @@ def test_what_changes_between_two_steps_is_seen(between: Any) -> None:
     compared(momentum, between, rounding="nearest")
 
 
+def test_sizes_that_change_between_two_steps_are_seen() -> None:
+    """The parameter stays the same object; its error terms start again, with a warning."""
+
+    def other_sizes(optimizer: Steps, i: int) -> None:
+        if i in (4, 7):
+            for p in params_of(optimizer)[2:5]:
+                p.data = torch.linspace(1, 2, p.numel() + 3).bfloat16()
+                p.grad = torch.linspace(-1, 1, p.numel()).bfloat16()
+
+    def update(p: Tensor, g: Tensor, state: dict[str, Any], step: int, lr: float) -> None:
+        p.add_(g, alpha=-lr)
+
+    with pytest.warns(UserWarning, match="has changed its dtype or shape"):
+        compared(update, other_sizes)
+
+
 def test_a_value_that_a_step_keeps_once_is_computed() -> None:
     """A result outlives its segment at one step alone, as only its reference count tells."""
     kept: list[Tensor] = []
