@@ -30,7 +30,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from itertools import groupby
 from operator import itemgetter
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -50,13 +50,20 @@ from collage_fx.capture.patterns import (
     Unmatchable,
     Value,
     found_in,
-    is_whole,
     layout_of,
     positions_in,
     positions_of,
 )
 from collage_fx.capture.recorder import Recorder
-from collage_fx.capture.segment import Deferred, RecordedFunction, Segment, Spec, Together, real
+from collage_fx.capture.segment import (
+    Deferred,
+    RecordedFunction,
+    Segment,
+    Spec,
+    Together,
+    is_whole,
+    real,
+)
 from collage_fx.graph import is_matrix_product
 from collage_fx.state import has_error_terms, records_version
 from collage_fx.torch_compat import (
@@ -141,7 +148,6 @@ class Matcher(TorchFunctionMode):
             self._add_pattern(None)
         recorder.flushed.clear()
         recorder.finish(successfully=successfully)
-        recorder.flushed.clear()
         self._begin_segment(is_matchable=False)
 
     def forget_step(self) -> None:
@@ -262,8 +268,7 @@ class Matcher(TorchFunctionMode):
                 return Spec.of(value) == pattern.specs[template] and self._meet(value) == template
             return place == template
         if kind is Number:
-            known = pattern.numbers[template]
-            if type(value) is not type(known) or (pattern.is_constant[template] and value != known):
+            if not pattern.takes(template, value):
                 return False
             self._numbers.append(value)
             return True
@@ -287,7 +292,7 @@ class Matcher(TorchFunctionMode):
         assert pattern is not None
         self._next += 1
         if not call.is_executed:
-            return self._deferred(call.result, pattern)
+            return self._value(call.result, pattern, self._objects)
         result = self._execute(call.function, args, kwargs)
         if not self._is_result(pattern, call.result, result):
             self._record()
@@ -303,19 +308,19 @@ class Matcher(TorchFunctionMode):
             if self._pattern is not None:
                 self._recorder.interrupted = self._record
 
-    def _deferred(self, template: Any, pattern: Pattern) -> Any:
-        """Return the result of a call that is not executed yet."""
+    def _value(self, template: Any, pattern: Pattern, objects: list[Deferred | None]) -> Any:
+        """Return an argument or a result of a matched call; make a result that outlives the segment."""
         kind = type(template)
         if kind is Value:
-            found = self._objects[template]
-            if found is None:
-                spec = pattern.segment.values[template].spec
-                found = self._objects[template] = Deferred.of(spec, int(template))
-            return found
+            if objects[template] is None:
+                objects[template] = Deferred.of(pattern.segment.values[template].spec, int(template))
+            return objects[template]
         if kind is Given:
             return self._given[template]
+        if kind is Number:
+            return self._numbers[template]
         if kind is list:
-            return template[0](self._deferred(each, pattern) for each in template[1:])
+            return template[0](self._value(each, pattern, objects) for each in template[1:])
         return template
 
     def _is_result(self, pattern: Pattern, template: Any, result: Any) -> bool:
@@ -342,12 +347,7 @@ class Matcher(TorchFunctionMode):
                 and self._pattern is not None
                 and pattern.calls[:calls] == self._pattern.calls[:calls]
                 and pattern.specs[: len(self._given)] == self._pattern.specs[: len(self._given)]
-                and all(
-                    type(number) is type(known) and (number == known or not is_constant)
-                    for number, known, is_constant in zip(
-                        self._numbers, pattern.numbers, pattern.is_constant, strict=False
-                    )
-                )
+                and all(pattern.takes(i, number) for i, number in enumerate(self._numbers))
             ):
                 yield pattern
 
@@ -407,14 +407,12 @@ class Matcher(TorchFunctionMode):
     def _holds(self, pattern: Pattern, part: Part) -> bool:
         """Return whether decisions of a part's trace hold for the numbers of this step."""
         tensors = {each.value: self._tensor_of(each) for each in pattern.inputs}
-        tensors |= {number: self._deferred(Value(number), pattern) for number in pattern.lasting}
-        operands, function = self._operands(pattern), part.function
-        function.numbers = [operands[position] for position in part.numbers]
-        function.tensors = [cast(Tensor, tensors[value]) for value in function.values]
+        tensors |= {n: self._value(Value(n), pattern, self._objects) for n in pattern.lasting}
+        part.fill(tensors.__getitem__, self._operands(pattern))
         try:
-            return part.compiled.fits(function)
+            return part.compiled.fits(part.function)
         finally:
-            function.tensors = []
+            part.function.tensors = []
 
     def _operands(self, pattern: Pattern) -> list[float]:
         """Return the numbers of a pattern's operations in this step."""
@@ -442,7 +440,7 @@ class Matcher(TorchFunctionMode):
         for each in pattern.inputs:
             values[each.value].tensor = self._tensor_of(each)
         for number in pattern.lasting:
-            values[number].tensor = self._deferred(Value(number), pattern)
+            values[number].tensor = self._value(Value(number), pattern, self._objects)
         self._objects = []
         try:
             recorder.execute(
@@ -529,7 +527,7 @@ class Matcher(TorchFunctionMode):
                 if call.is_executed:
                     continue
                 first = len(recorder.segment.operations)
-                values = [self._value(template, objects) for template in call.arguments]
+                values = [self._value(template, pattern, objects) for template in call.arguments]
                 named = len(values) - len(call.names)
                 kwargs = dict(zip(call.names, values[named:], strict=True))
                 made = self._called(call.function, values[:named], kwargs)
@@ -537,19 +535,6 @@ class Matcher(TorchFunctionMode):
                 del values, kwargs, made
                 self._note_sources(call, first)
         self._operations = len(recorder.segment.operations)
-
-    def _value(self, template: Any, objects: Sequence[Deferred | None]) -> Any:
-        """Return an argument of a matched call."""
-        kind = type(template)
-        if kind is Value:
-            return objects[template]
-        if kind is Given:
-            return self._given[template]
-        if kind is Number:
-            return self._numbers[template]
-        if kind is list:
-            return template[0](self._value(each, objects) for each in template[1:])
-        return template
 
     def _take_over(
         self, template: Any, made: Any, objects: Sequence[Deferred | None], pattern: Pattern

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 from torch.utils.weak import TensorWeakRef
 
 from collage_fx.capture.compiled import Compiled
-from collage_fx.capture.segment import Deferred, RecordedFunction, Segment, Spec
+from collage_fx.capture.segment import Deferred, RecordedFunction, Segment, Spec, real
 
 #: Types of arguments that are compared by their values.
 CONSTANTS = frozenset(
@@ -106,6 +106,11 @@ class Part:
     compiled: Compiled
     numbers: list[int]
 
+    def fill(self, tensor_of: Callable[[int], Tensor | None], operands: Sequence[float]) -> None:
+        """Give the function the tensors of a step, by their numbers, and the numbers of all operations."""
+        self.function.numbers = [operands[position] for position in self.numbers]
+        self.function.tensors = [cast(Tensor, real(tensor_of(value))) for value in self.function.values]
+
 
 @dataclass(eq=False)
 class Pattern:
@@ -153,6 +158,11 @@ class Pattern:
     has_matched: bool = False
     version: object = None
 
+    def takes(self, index: int, number: object) -> bool:
+        """Return whether the code can be given a number in the place of a recorded number."""
+        known = self.numbers[index]
+        return type(number) is type(known) and (number == known or not self.is_constant[index])
+
     def renew(self, number: int) -> None:
         """Make a new deferred tensor for a result, as a step has taken over the old tensor."""
         if self.objects[number] is not None:
@@ -176,11 +186,6 @@ def positions_of(function: RecordedFunction, first: Mapping[int, int]) -> list[i
 def layout_of(tensor: Tensor) -> tuple[Any, ...]:
     """Return where in its memory the elements of a tensor are, and their dtype."""
     return (*Spec.of(tensor), tensor.storage_offset())
-
-
-def is_whole(tensor: Tensor) -> bool:
-    """Return whether a tensor spans its memory."""
-    return tensor.untyped_storage().nbytes() == tensor.numel() * tensor.itemsize
 
 
 def found_in(kind: type[Any], template: Any) -> Iterator[Any]:

@@ -42,12 +42,14 @@ from torch.utils.weak import TensorWeakRef
 
 from collage_fx.capture.compiled import Compiled, CompileGraph, compiled_for
 from collage_fx.capture.inputs import MadeInStep
+from collage_fx.capture.patterns import Part
 from collage_fx.capture.segment import (
     Deferred,
     Operation,
     RecordedFunction,
     Segment,
     Spec,
+    is_whole,
     left_uncomputed,
     real,
 )
@@ -157,6 +159,7 @@ class Recorder(TorchDispatchMode):
         finally:
             self._steps += 1
             self.segment = Segment()
+            self.flushed.clear()
             self._viewed.clear()
             for kind, reference in self._noted:
                 if (tensor := reference()) is not None:
@@ -475,7 +478,7 @@ class Recorder(TorchDispatchMode):
         self,
         segment: Segment,
         kept: Sequence[int],
-        parts: Callable[[], Sequence[Any]],
+        parts: Callable[[], Sequence[Part]],
         numbers: Sequence[float],
     ) -> None:
         """Execute the operations of an earlier segment, whose inputs and results are tensors of this step.
@@ -492,8 +495,7 @@ class Recorder(TorchDispatchMode):
                 if not segment.is_input(value):
                     self._allocate(segment.values[value].tensor)
             for part in parts():
-                part.function.numbers = [numbers[position] for position in part.numbers]
-                part.function.tensors = [real(segment.values[value].tensor) for value in part.function.values]
+                part.fill(lambda value: segment.values[value].tensor, numbers)
                 part.compiled(part.function)
                 part.function.tensors = []
             self._make_views(segment, kept)
@@ -611,7 +613,6 @@ def _whole_memory(tensor: Tensor) -> Tensor:
     # A view whose ``.data`` has been replaced keeps the base that it had.
     if base is not None and base.dtype == tensor.dtype and storage_of(base) == storage_of(tensor):
         return base
-    storage = tensor.untyped_storage()
-    if tensor.numel() * tensor.itemsize == storage.nbytes():
+    if is_whole(tensor):
         return tensor
-    return torch.empty(0, dtype=tensor.dtype, device=tensor.device).set_(storage)
+    return torch.empty(0, dtype=tensor.dtype, device=tensor.device).set_(tensor.untyped_storage())

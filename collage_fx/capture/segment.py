@@ -45,6 +45,11 @@ class Spec(NamedTuple):
         return torch.empty_strided(self.size, self.stride, dtype=self.dtype, device=self.device)
 
 
+def is_whole(tensor: Tensor) -> bool:
+    """Return whether a tensor spans its memory."""
+    return tensor.untyped_storage().nbytes() == tensor.numel() * tensor.itemsize
+
+
 class Deferred(Tensor):
     """Result of an operation that has been recorded.
 
