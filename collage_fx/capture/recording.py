@@ -134,11 +134,13 @@ class Recorded:
 
     Attributes:
         has_recorded: whether a step has been recorded.
+        is_resumed: whether it has loaded a checkpoint of recorded steps.
         numbers: the numbers of its steps.
         for_one_step: its recording for single steps, once there has been one.
     """
 
     has_recorded: bool = False
+    is_resumed: bool = False
     numbers: Numbers = field(default_factory=dict)
     for_one_step: _Recording | None = None
 
@@ -148,11 +150,15 @@ def stop_recording(optimizer: Optimizer) -> None:
     vars(optimizer).pop(RECORDING, None)
 
 
-def branches_on_values(optimizer: Optimizer) -> bool:
-    """Return whether a step of torch.optim is known to branch on values after it has begun."""
-    return isinstance(optimizer, torch.optim.Adafactor) and any(
+def reason_to_record(optimizer: Optimizer) -> str:
+    """Return why an optimizer's steps are to be recorded even if they can be captured; "" if they are not."""
+    if isinstance(optimizer, torch.optim.Adafactor) and any(
         isinstance(group["lr"], Tensor) for group in optimizer.param_groups
-    )
+    ):
+        return "it branches on the value of lr, which is a tensor"  # after it has begun
+    if records.of(optimizer, Recorded).is_resumed:
+        return "so were the steps of the run that is resumed, and captured steps have other bits"
+    return ""
 
 
 def is_recordable(optimizer: Optimizer) -> bool:
@@ -203,7 +209,18 @@ def _numbers_of(optimizer: Optimizer) -> Numbers | None:
     return {**records.of(optimizer, Recorded).numbers} or None
 
 
+def _is_recorded(optimizer: Optimizer) -> bool | None:
+    """Return True for an optimizer whose steps are recorded, else None."""
+    return is_recorded(optimizer) or None
+
+
+def _note_resumed(optimizer: Optimizer, is_resumed: bool) -> None:
+    """Note that an optimizer goes on with recorded steps."""
+    records.of(optimizer, Recorded).is_resumed = is_resumed
+
+
 carry_along("collage_fx.numbers", _numbers_of, _restore_numbers)
+carry_along("collage_fx.recorded", _is_recorded, _note_resumed)
 
 
 def _switched(step: Callable[..., Any]) -> Callable[..., Any]:

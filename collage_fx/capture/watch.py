@@ -84,10 +84,10 @@ from collage_fx.capture.recording import (
     beginning_again,
     beginning_here,
     beginning_in_call,
-    branches_on_values,
     is_recordable,
     is_recorded,
     is_switch,
+    reason_to_record,
     record,
     stop_recording,
     switch,
@@ -368,8 +368,7 @@ def _before_conversion(request: Request, code: CodeType, variables: Mapping[str,
     for optimizer in optimizers_among(variables).values() if is_step_wrapper(code) else ():
         if switch(optimizer):
             raise RunEagerly  # Dynamo would look at the wrapper's variables as they were
-        if not is_recorded(optimizer) and branches_on_values(optimizer):
-            reason = "it branches on the value of lr, which is a tensor"
+        if not is_recorded(optimizer) and (reason := reason_to_record(optimizer)):
             record(optimizer, request, reason)
         if is_recorded(optimizer):
             raise RunEagerly

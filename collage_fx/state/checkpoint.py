@@ -26,10 +26,11 @@ as ``collage_fx.exp_avg_sq.exact.rest``. An attribute, an item or a nested key f
 Note [Fingerprints]. Error terms of tensors that belong to no single parameter (in ``param_groups``, or in
 ``state`` under a key of the optimizer's own) are in one more entry of the state dict, ``"collage_fx"``. Error
 terms of attributes of the optimizer, which torch's state dict does not hold, are not saved: ``state_dict``
-warns. State of another dtype than its parameter has a key of its own: Note [Wide state]. Three entries beside
+warns. State of another dtype than its parameter has a key of its own: Note [Wide state]. Four entries beside
 ``state`` let a resumed run decide as the interrupted run would have: ``"collage_fx.new"`` names state whose
-error terms the next step may drop, ``"collage_fx.numbers"`` tells which numbers of recorded steps change,
-``"collage_fx.changed"`` which of those in the groups have.
+error terms the next step may drop, ``"collage_fx.recorded"`` tells that steps are recorded,
+``"collage_fx.numbers"`` which of their numbers change, ``"collage_fx.changed"`` which numbers in the groups
+have changed.
 
 Note [Memory of a loaded state dict]
 ------------------------------------

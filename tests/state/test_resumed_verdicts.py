@@ -83,6 +83,21 @@ class Recorded(InPlace):
     branches = True
 
 
+class BreaksAtFirst(Averaging):
+    """Step whose graph breaks as long as there is no state: Dynamo can capture it in a resumed run."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for p in self.param_groups[0]["params"]:
+            state = self.state[p]
+            if not state:
+                state["m"] = torch.zeros_like(p)
+                state["norm"] = float(p.grad.float().norm() > 0)
+            state["m"].lerp_(p.grad, self.number(1))
+            rate = 1e-3 / max(0.5, state["m"].square().mean().sqrt().item())
+            p.add_(state["m"], alpha=-rate)
+
+
 class BeginsRounded(Averaging):
     """Captured step whose average begins with a value that its dtype does not hold."""
 
@@ -192,6 +207,7 @@ CASES = [
     *((Following, number, stop) for number in FOLLOWED.values() for stop in (1, 3)),
     *((kind, WEIGHTS["cosine"], stop) for kind in COUNTING for stop in (1, 2, 3, 9)),
     (BeginsRounded, lambda t: 0.1, 1),
+    (BreaksAtFirst, lambda t: 0.1, 3),
     *((kind, WEIGHTS["cosine"], 2) for kind in (LoadsByItself, InAList)),
 ]
 
