@@ -575,6 +575,7 @@ class Matcher(TorchFunctionMode):
 
     def _called(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         """Call a function in the recorder."""
+        self._recorder.called_at = len(self._recorder.segment.operations)
         if func == _SET_DATA and Spec.of(args[0]) == Spec.of(args[1]):
             return args[0].copy_(args[1])
         if (fused := fused_operator(func)) is not None:

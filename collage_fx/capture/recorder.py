@@ -115,6 +115,7 @@ class Recorder(TorchDispatchMode):
         segment: operations that have been recorded since the last flush.
         flushed: segments that have been flushed since the list was cleared.
         executed: number of operations that have been executed at once, without views.
+        called_at: number of operations in the segment that are older than the function call under way.
         interrupted: called before an operation, if operations are expected to be matched, not recorded.
     """
 
@@ -136,6 +137,7 @@ class Recorder(TorchDispatchMode):
         self.segment = Segment()
         self.flushed: list[Flushed] = []
         self.executed = 0
+        self.called_at = 0
         self.interrupted: Callable[[], None] | None = None
         self._executed: list[Deferred] = []
         self._viewed: dict[int, Tensor] = {}
@@ -464,9 +466,11 @@ class Recorder(TorchDispatchMode):
     def flush(self) -> None:
         """Execute the recorded operations; deferred tensors that are still referenced become real."""
         segment, self.segment = self.segment, Segment()
-        kept = segment.still_referenced()
+        is_within = self.is_dispatching and len(segment.operations) > self.called_at
+        self.called_at = 0
         found = []
         with self.paused(), torch.no_grad():
+            kept = segment.still_referenced(by_python=not is_within)
             self._settle()
             for operations, results in segment.components(kept):
                 if (part := self._execute(segment, operations, results)) is not None:

@@ -17,7 +17,12 @@ from torch.fx.node import map_aggregate
 from collage_fx.capture.signatures import Signature
 from collage_fx.errors import UnsupportedTensorError
 from collage_fx.graph import components
-from collage_fx.torch_compat import SymbolicScope, disabled_torch_function, wrapper_subclass
+from collage_fx.torch_compat import (
+    SymbolicScope,
+    disabled_torch_function,
+    references_by_torch,
+    wrapper_subclass,
+)
 
 aten = torch.ops.aten
 
@@ -256,12 +261,25 @@ class Segment:
         """Return whether a value is an input."""
         return self.values[value].made_by is None
 
-    def still_referenced(self) -> list[int]:
-        """Return the numbers of the deferred tensors that are referenced outside of the segment."""
+    def still_referenced(self, *, by_python: bool) -> list[int]:
+        """Return the numbers of the deferred tensors that are referenced outside of the segment.
+
+        Args:
+            by_python: whether references of torch do not count. They are those of a view, of an operation
+                that calls others, and of autograd.
+        """
+        deferred = [(number, v) for number, v in enumerate(self.values) if type(v.tensor) is Deferred]
+        by_python = by_python and not any(
+            v.base == number and v.tensor.requires_grad for number, v in deferred
+        )
         return [
             number
-            for number, value in enumerate(self.values)
-            if type(value.tensor) is Deferred and sys.getrefcount(value.tensor) > _UNREFERENCED
+            for number, value in deferred
+            if sys.getrefcount(value.tensor) > _UNREFERENCED
+            and not (
+                by_python
+                and sys.getrefcount(value.tensor) == _UNREFERENCED + references_by_torch(value.tensor)
+            )
         ]
 
     def real(self, number: int) -> Tensor:

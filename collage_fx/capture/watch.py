@@ -216,11 +216,13 @@ class _Asked:
         requested: request for compensated steps.
         calls_compiled: whether its step runs eagerly and calls compiled code.
         checked: state of all records when it was found to have no parameters of another's compensated step.
+        is_traced_again: whether it has been traced again after an exception that Dynamo would raise.
     """
 
     requested: _Requested | None = None
     calls_compiled: bool = False
     checked: Any = None
+    is_traced_again: bool = False
 
 
 def _requested(optimizer: Optimizer | None) -> _Requested | None:
@@ -606,6 +608,11 @@ def _record_or_refuse(code: CodeType, graph_break: GraphBreak) -> None:
         return  # its own step is like any function that steps an optimizer
     if can_be_recorded:
         if not is_recorded(optimizer):
+            asked = records.of(optimizer, _Asked)
+            if graph_break.is_exception and not asked.is_traced_again:
+                asked.is_traced_again = True
+                forget_new_state(optimizer)
+                raise ConvertAgain  # Dynamo has called _init_group, and sees its entries in groups only now
             record(optimizer, request, graph_break.reason)
         if is_step_wrapper(code):
             raise RunEagerly

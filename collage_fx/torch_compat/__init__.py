@@ -171,6 +171,7 @@ try:
         metadata_check,
         offsets_of_shard,
         pytree,
+        references_by_torch,
         schema_of,
         sharding_of,
         start_of_shard,

@@ -52,6 +52,7 @@ class GraphBreak:
         optimizer: the optimizer whose step is being traced; None if no step is.
         is_in_closure: whether it is in a closure that was passed to the step.
         is_around_a_step: whether it is torch.optim's own break around the step of an inner optimizer.
+        is_exception: whether Dynamo believes that Python would raise an exception there.
         reason: Dynamo's reason, in a sentence or two.
         where: file, line and function.
         left: variables of the function, if Python runs the rest of it, but not what it calls; else None.
@@ -60,6 +61,7 @@ class GraphBreak:
     optimizer: torch.optim.Optimizer | None
     is_in_closure: bool
     is_around_a_step: bool
+    is_exception: bool
     reason: str
     where: str
     left: Mapping[str, Any] | None
@@ -111,7 +113,8 @@ def _describe_graph_break(translator: Any, cause: Any, left: Mapping[str, Any] |
     where = next(map(_place, filterfalse(_is_internal, reversed(stack))), translator.f_code.co_name)
     reason = ". ".join(explained)
     stepped_by = _optimizer_stepped_by(translator, stack, reason)
-    return GraphBreak(*stepped_by, _is_called_by_torchs_optimizer(cause), reason, where, left)
+    is_exception = reason.startswith("Observed exception")
+    return GraphBreak(*stepped_by, _is_called_by_torchs_optimizer(cause), is_exception, reason, where, left)
 
 
 def _place(entry: Any) -> str:

@@ -79,6 +79,23 @@ def is_held_by_torch(tensor: torch.Tensor) -> bool:
     return tensor._use_count() > 1  # type: ignore[attr-defined]
 
 
+def references_by_torch(tensor: torch.Tensor) -> int:
+    """Return the number of references to a tensor that Python counts, but that are torch's: 0 or 1."""
+    return int(_PYTHON_COUNTS_TORCH and is_held_by_torch(tensor))
+
+
+def _python_counts_torch() -> bool:
+    """Return whether Python's count of references is higher if torch refers to a tensor, as views do."""
+    with torch.inference_mode(False):
+        base = torch.empty(1)
+        alone = sys.getrefcount(base)
+        view = base.view(1)
+        return sys.getrefcount(base) > alone and base_of(view) is base
+
+
+_PYTHON_COUNTS_TORCH = _python_counts_torch()
+
+
 def has_internal_overlap(tensor: torch.Tensor) -> bool:
     """Return whether elements of a strided tensor share memory, as in ``x.expand(n)``."""
     repeated = (size > 1 and not step for size, step in zip(tensor.shape, tensor.stride(), strict=True))

@@ -22,6 +22,7 @@ from collage_fx.capture import recording
 from collage_fx.capture.recording import RECORDING, Request, is_recorded, record
 from collage_fx.errors import UncompensatedParameterError, UnsupportedTensorError
 from collage_fx.graph import factorizes
+from collage_fx.state.packed import is_packed
 from collage_fx.torch_compat import records
 from tests.support.substitutes import recorded_steps_that_compile
 from tests.support.training import Descent, compiled, parameters, run_steps, set_gradients
@@ -891,6 +892,113 @@ def test_a_number_that_is_none_is_no_new_one_each_time() -> None:
     compilations = len(backend.report().graphs)
     run_steps(step, params, range(3))
     assert len(backend.report().graphs) == compilations
+
+
+class SetsUpItsGroup(Descent):
+    """Dynamo calls ``_init_group``, but does not see what it puts into the group: a KeyError."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            params: list[Tensor] = []
+            self._init_group(group, params)
+            group["count"].add_(1)
+            for p in params:
+                assert p.grad is not None
+                v = self.state[p]["v"].mul_(0.999).addcmul_(p.grad, p.grad, value=0.001)
+                p.addcdiv_(p.grad, v.sqrt() + 1e-3, value=-group["lr"] / group["count"].item())
+
+    def _init_group(self, group: dict[str, Any], params: list[Tensor]) -> None:
+        if "count" not in group:
+            group["count"] = torch.tensor(0)
+        for p in group["params"]:
+            params.append(p)
+            if not self.state[p]:
+                self.state[p]["v"] = torch.zeros_like(p)
+
+
+@pytest.mark.parametrize("options", [{}, {"state": "block16"}], ids=["", "packed"])
+def test_a_step_is_captured_although_its_first_trace_ends_with_an_exception(options: dict[str, Any]) -> None:
+    """Optimizers of optimi were recorded, in 5 times as long as an eager step, and refused to pack state."""
+    torch._dynamo.reset()
+    low, high = twins(SetsUpItsGroup, [(4, 3), (128, 64)])
+    start = [q.detach().clone() for q in params_of(high)]
+    install(low, **options)
+    was_recorded = []
+    for seed in range(8):
+        give_gradients(low, high, seed)
+        low.step()
+        high.step()
+        was_recorded.append(is_recorded(low))
+    assert not any(was_recorded)
+    assert is_packed(low.state[params_of(low)[1]]["v"]) == bool(options)
+    assert largest_error(low, high, start) < 0.02
+
+
+class ViewsItsResults(Recorded):
+    """Views of results that end with the step, as ``@`` of two matrices in batches makes some, too."""
+
+    def update(self, p: Tensor, g: Tensor, state: dict[str, Any], lr: float) -> None:
+        if not g.norm() > 0:
+            return
+        if not state:
+            state["m"] = torch.zeros_like(p)
+        shifted = (g + 0.1).unsqueeze(0)
+        shifted.diagonal(dim1=-2, dim2=-1).add_(0.5)
+        state["m"].lerp_((shifted @ shifted.mT @ shifted)[0], 0.1)
+        p.add_(state["m"], alpha=-lr)
+
+
+def test_a_result_does_not_outlive_its_views() -> None:
+    """Torch refers to the base of a view; a result was kept, with an error term, as long as its segment."""
+    torch._dynamo.reset()
+    low, high = twins(ViewsItsResults, [(4, 3)])
+    start = [q.detach().clone() for q in params_of(high)]
+    backend = CollageBackend()
+    step: Callable[[], Any] = torch.compile(low.step, backend=backend)
+    for seed in range(5):
+        give_gradients(low, high, seed)
+        step()
+        high.step()
+    held = {tensor.name for tensor in backend.report().tensors if tensor.compensated}
+    assert held == {"param_groups[0].params[0]"}
+    assert largest_error(low, high, start) < 0.02
+
+
+class AsksWithinAnOperation(Recorded):
+    """``cond`` computes a norm, then an inverse, at once, and then needs the norm."""
+
+    def update(self, p: Tensor, g: Tensor, state: dict[str, Any], lr: float) -> None:
+        wide = g.float() @ g.float().mT + torch.eye(len(g))
+        if wide.norm() > 0:
+            p.sub_(lr * g * torch.linalg.cond(wide, "fro").to(g.dtype))
+
+
+class Differentiates(Recorded):
+    """What autograd holds outlives a value that is asked for."""
+
+    def update(self, p: Tensor, g: Tensor, state: dict[str, Any], lr: float) -> None:
+        with torch.enable_grad():
+            x = (g.float() * 0.1).requires_grad_()
+            loss = x.exp().tanh().sum()
+            if not loss.isfinite():
+                return
+            (slope,) = torch.autograd.grad(loss, x)
+        p.sub_(lr * slope.to(p.dtype))
+
+
+@pytest.mark.parametrize("kind", [AsksWithinAnOperation, Differentiates])
+def test_results_that_torch_alone_holds_are_kept(kind: type[Recorded]) -> None:
+    torch._dynamo.reset()
+    low, high = twins(kind, [(4, 4)])
+    start = [q.detach().clone() for q in params_of(high)]
+    step: Callable[[], Any] = torch.compile(low.step, backend=CollageBackend())
+    for seed in range(5):
+        give_gradients(low, high, seed)
+        step()
+        high.step()
+    assert is_recorded(low)
+    assert largest_error(low, high, start) < 0.02
 
 
 def polar_factor(x: Tensor) -> Tensor:
