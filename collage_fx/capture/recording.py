@@ -321,6 +321,13 @@ class _Closure:
         return self._begun[0].call(function, args, kwargs) if self._begun else function(*args, **kwargs)
 
 
+def is_in_closure() -> bool:
+    """Return whether Python is in the closure of a step, and not in another step that the closure calls."""
+    called = _Closure.__call__.__code__
+    variables = variables_on_the_stack(lambda code: code is called or is_switch(code))
+    return variables is not None and type(variables["self"]) is _Closure
+
+
 def beginning_here(request: Request, reason: str, *, level: int = logging.INFO) -> Callable[[], None] | None:
     """Record the optimizer whose step Python is in, innermost, from here on; None if there is no such step.
 
@@ -328,7 +335,7 @@ def beginning_here(request: Request, reason: str, *, level: int = logging.INFO) 
         function that begins the recording of this step, which ends with the step.
     """
     variables = variables_on_the_stack(is_switch)
-    if variables is None or variables["begun"]:
+    if variables is None or variables["begun"] or is_in_closure():
         return None
     optimizer, begun = variables["self"], variables["begun"]
 

@@ -84,6 +84,7 @@ from collage_fx.capture.recording import (
     beginning_again,
     beginning_here,
     beginning_in_call,
+    is_in_closure,
     is_recordable,
     is_recorded,
     is_switch,
@@ -599,7 +600,7 @@ def _record_or_refuse(code: CodeType, graph_break: GraphBreak) -> None:
         _record_or_refuse_function(code, graph_break, request)
         return
     is_of_concern = _has_updates_of_concern(request, optimizer)
-    if graph_break.is_in_closure and is_being_stepped(optimizer):
+    if (graph_break.is_in_closure or is_in_closure()) and is_being_stepped(optimizer):
         return  # what follows the closure is captured by itself
     if is_of_concern and _is_refused(optimizer, strict=request.strict):
         return  # Dynamo may not have traced a line of the step

@@ -262,6 +262,73 @@ def test_the_closure_of_such_a_step_runs_as_outside() -> None:
     assert all(bool(error_terms(p)[0].any()) for p in params)
 
 
+class HandsOn(Optimizer):
+    """Hands its closure to another optimizer, in a way that cannot be read from its source."""
+
+    def __init__(self, inner: Optimizer) -> None:
+        super().__init__(inner.param_groups, {})
+        self.inner = inner
+
+    @torch.no_grad()
+    def step(self, closure: Any) -> Any:  # type: ignore[override]
+        handed = [lambda: closure()]
+        return self.inner.step(handed[0])
+
+
+class BranchesBehindItsClosure(Descent):
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        with torch.enable_grad():
+            loss = closure()
+        if first_of(self).norm() < 1e9:
+            super().step()
+        return loss
+
+
+#: Functions that a closure calls before it differentiates.
+BEFORE: dict[str, Callable[[HandsOn], Any]] = {
+    "nothing": lambda optimizer: None,
+    "its optimizer": lambda optimizer: optimizer.zero_grad(),
+    "the optimizer within": lambda optimizer: optimizer.inner.zero_grad(),
+    "print": lambda optimizer: print(end=""),
+}
+
+
+@pytest.mark.parametrize("inner", [AdamW, SGD, BranchesBehindItsClosure])
+@pytest.mark.parametrize("before", BEFORE)
+@pytest.mark.parametrize("is_backward", [True, False], ids=["backward", "autograd.grad"])
+def test_a_closure_that_another_step_calls_differentiates(inner: Any, before: str, is_backward: bool) -> None:
+    """A recording began in the closure, without gradients, where it called zero_grad of its optimizer."""
+
+    def made(params: list[torch.nn.Parameter]) -> tuple[HandsOn, Callable[[], Tensor]]:
+        optimizer = HandsOn(inner(params, lr=LR))
+
+        def closure() -> Tensor:
+            BEFORE[before](optimizer)
+            loss = torch.stack([((p - 0.5) ** 2).sum() for p in params]).sum()
+            if is_backward:
+                for p in params:
+                    p.grad = None
+                loss.backward()
+            else:
+                for p, g in zip(params, torch.autograd.grad(loss, params), strict=True):
+                    p.grad = g
+            return loss
+
+        return optimizer, closure
+
+    low = parameters(shapes=SHAPES)
+    high = [torch.nn.Parameter(p.detach().double()) for p in low]
+    (optimizer, closure), (exact, exact_closure) = made(low), made(high)
+    install(optimizer)
+    start = [p.detach().clone() for p in high]
+    for _ in range(4):
+        optimizer.step(closure)
+        exact.step(exact_closure)
+    for p, q, x in zip(low, high, start, strict=True):
+        assert float((full_value(p).double() - q).norm() / (q - x).norm()) < COMPENSATED
+
+
 def test_an_exception_in_the_rest_of_a_step_ends_the_recording() -> None:
     class Fails(SGD):
         fails = True
