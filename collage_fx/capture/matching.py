@@ -582,9 +582,18 @@ class Matcher(TorchFunctionMode):
             return run_unfused(fused, args, kwargs)
         if func is Tensor.__deepcopy__ and type(args[0]) in (Tensor, Deferred):
             return args[0].detach().clone()
-        if func in _OF_MEMORY or func == _SET_DATA:
+        if func == _SET_DATA or (func in _OF_MEMORY and self._is_in_segment(func, args)):
             self._recorder.flush()
         return func(*args, **kwargs)
+
+    def _is_in_segment(self, func: Any, args: Any) -> bool:
+        """Return whether a function of a tensor's memory depends on what has been recorded.
+
+        The address of a tensor that no recorded operation reads or writes does not: a kernel may be given it.
+        """
+        if func is not Tensor.data_ptr or type(tensor := real(args[0])) is Deferred:
+            return True
+        return not has_storage(tensor) or storage_of(tensor) in self._recorder.segment.of_storage
 
     def _noted(self, func: Any, args: Any, kwargs: dict[str, Any], first: int) -> Call:
         """Return a call with templates for its arguments."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import ctypes
 import gc
 import random
 import weakref
@@ -192,6 +193,32 @@ def test_a_matched_step_has_the_bits_of_a_recorded_one(seed: int) -> None:
         {"error_format": "byte"},
     ]
     both_ways(draw(seed), absent=seed % 2 == 1, **options[seed % 4])
+
+
+def test_an_address_that_nothing_depends_on_ends_no_segment() -> None:
+    """As that of a parameter in front of its update, by which heavyball finds its state."""
+
+    def update(p: Tensor, g: Tensor, state: dict[str, Any], step: int, lr: float) -> None:
+        state["seen"] = p.data_ptr()
+        state["m"] = state.get("m", torch.zeros_like(g)).lerp_(g, 0.1)
+        p.add_(state["m"], alpha=-lr)
+
+    assert 0 < both_ways(update) <= STEPS
+
+
+def test_what_lies_at_an_address_is_up_to_date() -> None:
+    def update(p: Tensor, g: Tensor, state: dict[str, Any], step: int, lr: float) -> None:
+        state["m"] = state.get("m", torch.zeros_like(g)).lerp_(g, 0.1)
+        at = state["m"].data_ptr()
+        state["seen"] = ctypes.string_at(at, 2 * g.numel())
+        p.add_(state["m"], alpha=-lr)
+
+    optimizer = recorded(update)
+    with steps_matched() as count:
+        train(optimizer, range(STEPS))
+    assert count[0]
+    for state in optimizer.state.values():
+        assert state["seen"] == state["m"].view(torch.int16).numpy().tobytes()
 
 
 def test_drawn_steps_are_matched() -> None:
