@@ -112,8 +112,11 @@ class Layouts:
         # Test that tensors have the layouts of the last call, and the arguments that were copied in it.
         self._last: tuple[Callable[..., bool], Sequence[Expected]] = (_unknown, ())
 
-    def fit(self, arguments: list[Any]) -> None:
+    def fit(self, arguments: list[Any]) -> bool:
         """Replace tensors of another layout by copies, or raise.
+
+        Returns:
+            whether all tensors have the layouts of the last call.
 
         Raises:
             ChangedTensorError, UnsupportedTensorError: naming the tensor.
@@ -123,11 +126,12 @@ class Layouts:
         if are_alike(*tensors):
             for each in copied:
                 each.fit(arguments)
-        else:
-            for tensor in tensors:
-                unpack(tensor)  # the code needs a tensor with memory
-            copied = [each for each in self.expected if each.fit(arguments)]
-            self._last = metadata_check(tensors), copied
+            return True
+        for tensor in tensors:
+            unpack(tensor)  # the code needs a tensor with memory
+        copied = [each for each in self.expected if each.fit(arguments)]
+        self._last = metadata_check(tensors), copied
+        return False
 
 
 def _unknown(*tensors: Tensor) -> bool:

@@ -33,6 +33,9 @@ MOST_PATTERNS = 256
 #: ``id`` of each tensor that stands for a gradient that is absent from the current step.
 STAND_INS: ContextVar[frozenset[int]] = ContextVar("stand_ins", default=frozenset())
 
+#: Classes of tensors that are not made of others, whose memory may change.
+_PLAIN = frozenset((Tensor, torch.nn.Parameter))
+
 #: Function that returns some values of a list.
 Picking = Callable[[Sequence[Any]], tuple[Any, ...]]
 
@@ -43,7 +46,8 @@ class CompensatedStep:
 
     Note [Error terms of the last call]: looking up the record of each tensor takes a microsecond where its
     objects have been evicted from the processor's caches. So the buffers are remembered as long as no record
-    has changed, by weak references, because the tensor owns them.
+    has changed, and the arguments are the same tensors with the same layouts, by weak references, because the
+    tensor owns them. A tensor that dies takes its record with it, which is such a change.
 
     Args:
         compiled: the graph, in AOTAutograd's calling convention.
@@ -61,23 +65,25 @@ class CompensatedStep:
         self.bindings = bindings
         self.given, self.added = map(Layouts, expected)
         self._buffers: Sequence[weakref.ref[Tensor]] = ()
-        self._state: object = None
+        self._passed = picking([each.index for each in bindings if each.bound is None])
+        self._last: tuple[object, Sequence[int]] = None, ()
 
     def __call__(self, arguments: list[Any], present: Present | None = None) -> Any:
-        self.given.fit(arguments)
-        state = buffers_version()
-        if state is self._state:
+        is_alike = self.given.fit(arguments)
+        passed = tuple(map(id, self._passed(arguments)))
+        state = buffers_version(), passed
+        if state == self._last and (is_alike or not passed):
             arguments += [buffer() for buffer in self._buffers]
         else:
             self._add_error_terms(arguments, state)
         return self.compiled(arguments) if present is None else self.compiled(arguments, present.members)
 
-    def _add_error_terms(self, arguments: list[Any], state: object) -> None:
+    def _add_error_terms(self, arguments: list[Any], state: tuple[object, Sequence[int]]) -> None:
         found = [auxiliary for binding in self.bindings for auxiliary in binding.added_to(arguments)]
         arguments += found
         self.added.fit(arguments)
         if all(binding.is_lasting for binding in self.bindings):
-            self._buffers, self._state = [weakref.ref(auxiliary) for auxiliary in found], state
+            self._buffers, self._last = [weakref.ref(auxiliary) for auxiliary in found], state
 
 
 class Member(NamedTuple):
@@ -234,6 +240,7 @@ class Binding:
         bound: the tensor, if it is an attribute of the module.
         record: the remembered record of a bound tensor.
         reads: whether the step only reads the error terms. A tensor without error terms is read with zeros.
+        is_owner: whether the last argument was the object that its record belongs to.
     """
 
     index: int
@@ -242,17 +249,19 @@ class Binding:
     bound: TensorWeakRef | None = None
     record: Callable[[], ErrorTermRecord | None] = lambda: None
     reads: bool = False
+    is_owner: bool = False
 
     @property
     def is_lasting(self) -> bool:
         """Whether the error terms stay the same as long as no record is dropped."""
-        return self.bound is not None and (not self.reads or self.record() is not None)
+        return self.is_owner if self.bound is None else not self.reads or self.record() is not None
 
     def added_to(self, arguments: Sequence[Any]) -> Sequence[Tensor]:
         """Return the tensors that a step takes beside the input in a call."""
         if self.reads and self.record() is None:
             tensor = self._tensor_in(arguments)
             if not has_error_terms(tensor):
+                self.is_owner = False
                 return self.error_format.zeros(local_tensor(tensor))
         record = self.record_in(arguments)
         added = record.use(self.name)
@@ -268,6 +277,7 @@ class Binding:
         record = ensure_record(tensor, self.error_format, name=self.name)
         if self.bound is not None:
             self.record = weakref.ref(record)
+        self.is_owner = type(tensor) in _PLAIN and record.owner() is tensor
         return record
 
     def _tensor_in(self, arguments: Sequence[Any]) -> Tensor:

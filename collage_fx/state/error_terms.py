@@ -116,6 +116,7 @@ class ErrorTermRecord:
             without error terms leave whole; it holds as long as there is a claim.
         accepted: version of hi that the buffers have been declared to belong to, other than by a step.
         accepted_at: number of that event: :func:`next_event`.
+        fitted: sizes, strides and device of the tensor that the buffers have been found to fit.
     """
 
     format: ErrorFormat
@@ -130,6 +131,7 @@ class ErrorTermRecord:
     is_whole: bool = False
     accepted: int = -1
     accepted_at: int = -1
+    fitted: tuple[torch.Size, tuple[int, ...], torch.device] | None = None
     _settle: Callable[[], None] | None = None
 
     def __del__(self, records: _Records = _RECORDS) -> None:
@@ -144,7 +146,7 @@ class ErrorTermRecord:
 
     def replace_buffers(self, auxiliaries: Sequence[Tensor]) -> None:
         """Replace the buffers by others, which compiled steps will find."""
-        self.auxiliaries = tuple(auxiliaries)
+        self.auxiliaries, self.fitted = tuple(auxiliaries), None
         _RECORDS.version = object()
 
     def make_claim(self, claim: Tensor, settle: Callable[[], None]) -> None:
@@ -324,6 +326,7 @@ def note_new(tensor: Tensor) -> None:
     """Note that a tensor has the error terms that it was made with, and no later step has chosen them."""
     if (found := record_of(tensor)) is not None:
         found.is_new, found.is_used = True, False
+        _RECORDS.version = object()
 
 
 def choose_new(tensor: Tensor, *, keep: bool) -> None:
@@ -519,6 +522,7 @@ def change_layout(tensor: Tensor, change: Callable[[Tensor], Tensor]) -> Tensor:
     if record is None:
         return change(tensor)
     if record.format.is_elementwise and record.format.keeps_hi:
+        record.fitted = None
         for each in (tensor, *(each for each in record.auxiliaries if each.dim())):
             change(each)
     else:  # what several elements share, such as a scale, then belongs to other elements
@@ -561,6 +565,8 @@ def _fits(record: ErrorTermRecord, tensor: Tensor) -> bool:
     """Return whether the buffers have the shapes and the dtype that belong to the tensor as it is now."""
     if record.dtype != tensor.dtype:
         return False
+    if record.fitted is not None and record.fitted[0] == tensor.shape:
+        return True
     if not record.format.keeps_hi:
         return record.auxiliaries[0].shape == tensor.shape
     specs = record.format.auxiliaries(tensor)
@@ -574,11 +580,15 @@ def _follow(record: ErrorTermRecord, tensor: Tensor) -> None:
     """Move the error terms to the device and strides of the tensor."""
     if is_packed(tensor):
         return
+    layout = tensor.shape, tensor.stride(), tensor.device
+    if record.fitted == layout:
+        return
     specs = record.format.auxiliaries(tensor)
     if all(
         auxiliary.device == tensor.device and spec.stride in (None, auxiliary.stride())
         for auxiliary, spec in zip(record.auxiliaries, specs, strict=True)
     ):
+        record.fitted = layout
         return
     with real_tensors(), torch.no_grad():
         moved = [spec.zeros(tensor.device) for spec in specs]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import itertools
+import random
 import sys
 import warnings
 from collections.abc import Callable, Sequence
@@ -21,10 +22,12 @@ import collage_fx
 from collage_fx import CollageBackend, assign, error_terms, full_value, install, move_state
 from collage_fx.numerics import ERROR_FORMATS
 from collage_fx.state.written import WriteDetector
+from tests.support.substitutes import lookups_of_error_terms
 from tests.support.training import (
     Descent,
     LateMomentum,
     compiled,
+    differences,
     everything,
     parameters,
     run_steps,
@@ -585,6 +588,106 @@ def test_other_methods_are_compensated_if_they_are_compiled_and_else_told_of(
 
 
 # The time of a step, by Python's count of calls, which is the same on every machine. ----------------------
+
+
+class SlowAverage(Descent):
+    """A step whose parameters and state are arguments of the compiled code."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for p in self.param_groups[0]["params"]:
+            if p.grad is not None:
+                average = self.state[p].setdefault("average", torch.zeros_like(p))
+                average.mul_(0.999).add_(p.grad, alpha=0.001)
+                p.add_(average, alpha=-1e-2)
+
+
+def swap_memory(optimizer: Optimizer) -> None:
+    """Parameters of one shape swap their memory, in which no error terms lie."""
+    first, _, third = optimizer.param_groups[0]["params"]
+    first.data, third.data = third.data, first.data
+
+
+def replaced_and_kept(optimizer: Optimizer) -> Tensor:
+    """Replace state, and return what was there."""
+    container, key = tensors_of(optimizer)[0]
+    old: Tensor = container[key]
+    container[key] = old.clone()
+    return old
+
+
+#: Tensors that stay alive although they are replaced.
+KEPT: list[Tensor] = []
+
+
+def leave_a_gradient_out(optimizer: Optimizer) -> None:
+    optimizer.param_groups[0]["params"][1].grad = None
+
+
+#: What happens in front of a step.
+EVENTS: tuple[Callable[[Optimizer], Any], ...] = (
+    lambda optimizer: None,
+    move_away_and_back,
+    lambda optimizer: KEPT.extend((params_of(optimizer)[0].data, replaced_and_kept(optimizer))),
+    move_by_data,
+    swap_memory,
+    leave_a_gradient_out,
+    lambda optimizer: optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict())),
+    lambda optimizer: collage_fx.reset_error_terms(optimizer.param_groups[0]["params"][0]),
+    lambda optimizer: assign(params_of(optimizer)[2], full_value(params_of(optimizer)[2]) * 1.001),
+    lambda optimizer: params_of(optimizer)[0].data.mul_(1.001),
+    lambda optimizer: gc.collect(),
+)
+
+
+def params_of(optimizer: Optimizer) -> list[Tensor]:
+    return optimizer.param_groups[0]["params"]
+
+
+@pytest.mark.rotating
+@pytest.mark.parametrize("seed", range(9))
+def test_error_terms_that_are_remembered_are_those_that_are_found(seed: int) -> None:
+    """Of a step whose tensors are arguments, and of two optimizers that share its code."""
+    ends, looked_up = [], []
+    for always in (False, True):
+        torch._dynamo.reset()
+        chosen = random.Random(seed)
+        optimizers = [install(SlowAverage(parameters(shapes=SHAPES))) for _ in range(1 + seed % 2)]
+        with lookups_of_error_terms(always=always) as count, warnings.catch_warnings(action="ignore"):
+            for step in range(14):
+                for optimizer in optimizers:
+                    set_gradients(params_of(optimizer), step)
+                    chosen.choice(EVENTS if step % 3 == 2 else EVENTS[:1])(optimizer)
+                    optimizer.step()
+        looked_up.append(count[0])
+        ends.append([everything(optimizer) for optimizer in optimizers])
+    for one, other in zip(*ends, strict=True):
+        assert not differences(one, other)
+    assert len(optimizers) > 1 or looked_up[0] < looked_up[1]
+
+
+def test_a_function_of_parameters_finds_the_error_terms_of_each() -> None:
+    """Code that is called with the same tensors again, and with others in between."""
+
+    def update(p: Tensor, g: Tensor) -> None:
+        p.add_(g, alpha=-(2.0**-12))
+
+    ends, looked_up = [], []
+    for always in (False, True):
+        torch._dynamo.reset()
+        function = torch.compile(update, backend=CollageBackend())
+        params = parameters(shapes=[(6, 4)] * 3)
+        optimizer = Descent(params)
+        with lookups_of_error_terms(always=always) as count, torch.no_grad():
+            for step, i in enumerate((0, 0, 1, 2, 2, 2, 1, 0, 1, 1)):
+                set_gradients(params, step)
+                gradient = params[i].grad
+                assert gradient is not None
+                function(params[i], gradient)
+        looked_up.append(count[0])
+        ends.append(everything(optimizer))
+    assert not differences(*ends)
+    assert looked_up[0] < looked_up[1]
 
 
 def calls_of(step: Callable[[], Any], code: CodeType | None = None) -> int:

@@ -25,6 +25,7 @@ from collage_fx.metrics.samples import Observer
 from collage_fx.numerics import AuxiliarySpec
 from collage_fx.pipeline import Pass, run_pipeline
 from collage_fx.runtime.batches import Batch
+from collage_fx.runtime.step import CompensatedStep
 from collage_fx.torch_compat import PATCHES, inductor_compile_inner
 from collage_fx.torch_compat.patching import Patch
 
@@ -348,6 +349,30 @@ def observing_within(mode: TorchDispatchMode) -> Iterator[None]:
         mock.patch.object(Observer, "after", within(Observer.after)),
     ):
         yield
+
+
+@contextlib.contextmanager
+def lookups_of_error_terms(*, always: bool = False) -> Iterator[list[int]]:
+    """Context manager: counts the calls of steps that look up their error terms, or lets all calls do so.
+
+    The list that it gives has one entry, their number so far.
+    """
+    call, look_up, count = CompensatedStep.__call__, CompensatedStep._add_error_terms, [0]
+
+    def calling(self: CompensatedStep, *args: Any) -> Any:
+        if always:
+            self._last = (None, ())
+        return call(self, *args)
+
+    def counting(self: CompensatedStep, *args: Any) -> None:
+        count[0] += 1
+        look_up(self, *args)
+
+    with (
+        mock.patch.object(CompensatedStep, "__call__", calling),
+        mock.patch.object(CompensatedStep, "_add_error_terms", counting),
+    ):
+        yield count
 
 
 @contextlib.contextmanager
