@@ -84,7 +84,7 @@ from collage_fx.graph import (
 )
 from collage_fx.lowering import Lowered, interpreted, lower, why_not_compiled
 from collage_fx.metrics import Meter, MeteredStep
-from collage_fx.numerics import ERROR_FORMATS, PACKED_FORMATS, ErrorFormat, short_name
+from collage_fx.numerics import ERROR_FORMATS, PACKED_FORMATS, ErrorFormat, is_low_precision, short_name
 from collage_fx.options import Options
 from collage_fx.options.budgets import Budget, best_budget, budgets_for, budgets_for_parts, refuse_excess
 from collage_fx.pipeline import ANALYSIS, SUMMING, Pass, Stage, in_float32, run_pipeline
@@ -438,17 +438,23 @@ class Compilation:
         return step
 
     def _refuse_uncompensated_update(self, gm: GraphModule) -> None:
-        """Raise, or warn, if a graph that needs autograd updates parameters of an optimizer.
+        """Record the step, or raise or warn, if a graph that needs autograd updates parameters.
 
-        It is a step with a closure that computes a loss and calls no backward pass.
+        It is a step with a closure that computes a loss and calls no backward pass, or a step that reads
+        gradients with a graph where autograd is on.
         """
         inputs = placeholders(gm.graph)
         written = [inputs[i] for i in inputs_written() if i < len(inputs)]
         for info in describe_inputs(written, self.module, self.arguments, self.known):
-            if self.options.strategy != "none" and info.role is Role.PARAMETER:
-                refusal = UncompensatedParameterError(
+            is_wide = info.tensor is None or not (self.options.packs or is_low_precision(info.tensor.dtype))
+            if self.options.strategy != "none" and info.role is Role.PARAMETER and not is_wide:
+                reason = (
                     "the step that updates it also computes something that is to be differentiated, such as "
-                    "the loss of a closure that calls no backward pass",
+                    "the loss of a closure that calls no backward pass"
+                )
+                record_instead(self.optimizers.values(), self.request, reason)
+                refusal = UncompensatedParameterError(
+                    reason,
                     where=info.name,
                     remedy="collage_fx.install(optimizer), which records such a step; or call backward() in "
                     "the closure",

@@ -587,7 +587,7 @@ class Matcher(TorchFunctionMode):
         return func(*args, **kwargs)
 
     def _is_in_segment(self, func: Any, args: Any) -> bool:
-        """Return whether a function of a tensor's memory depends on what has been recorded.
+        """Return whether a function of a tensor's memory depends on recorded operations.
 
         The address of a tensor that no recorded operation reads or writes does not: a kernel may be given it.
         """

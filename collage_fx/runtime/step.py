@@ -46,8 +46,8 @@ class CompensatedStep:
 
     Note [Error terms of the last call]: looking up the record of each tensor takes a microsecond where its
     objects have been evicted from the processor's caches. So the buffers are remembered as long as no record
-    has changed, and the arguments are the same tensors with the same layouts, by weak references, because the
-    tensor owns them. A tensor that dies takes its record with it, which is such a change.
+    has changed, for each set of arguments, by weak references, because the tensor owns them. A tensor that
+    dies takes its record with it, which is such a change, unless a step has made it for itself.
 
     Args:
         compiled: the graph, in AOTAutograd's calling convention.
@@ -64,26 +64,28 @@ class CompensatedStep:
         self.compiled = compiled
         self.bindings = bindings
         self.given, self.added = map(Layouts, expected)
-        self._buffers: Sequence[weakref.ref[Tensor]] = ()
         self._passed = picking([each.index for each in bindings if each.bound is None])
-        self._last: tuple[object, Sequence[int]] = None, ()
+        self._version: object = None
+        self._buffers: dict[Sequence[int], Sequence[weakref.ref[Tensor]]] = {}
 
     def __call__(self, arguments: list[Any], present: Present | None = None) -> Any:
         is_alike = self.given.fit(arguments)
         passed = tuple(map(id, self._passed(arguments)))
-        state = buffers_version(), passed
-        if state == self._last and (is_alike or not passed):
-            arguments += [buffer() for buffer in self._buffers]
+        version = buffers_version()
+        if version is not self._version or (passed and not is_alike) or len(self._buffers) > MOST_PATTERNS:
+            self._version, self._buffers = version, {}
+        if (buffers := self._buffers.get(passed)) is not None:
+            arguments += [buffer() for buffer in buffers]
         else:
-            self._add_error_terms(arguments, state)
+            self._add_error_terms(arguments, passed)
         return self.compiled(arguments) if present is None else self.compiled(arguments, present.members)
 
-    def _add_error_terms(self, arguments: list[Any], state: tuple[object, Sequence[int]]) -> None:
+    def _add_error_terms(self, arguments: list[Any], passed: Sequence[int]) -> None:
         found = [auxiliary for binding in self.bindings for auxiliary in binding.added_to(arguments)]
         arguments += found
         self.added.fit(arguments)
         if all(binding.is_lasting for binding in self.bindings):
-            self._buffers, self._last = [weakref.ref(auxiliary) for auxiliary in found], state
+            self._buffers[passed] = [weakref.ref(auxiliary) for auxiliary in found]
 
 
 class Member(NamedTuple):
@@ -216,10 +218,11 @@ def bind(index: int, info: InputInfo, error_format: ErrorFormat, *, reads: bool 
         reads: whether the step only reads them; then none are created.
     """
     if not info.bound or info.tensor is None:
-        return Binding(index, error_format, info.name, reads=reads)
+        return Binding(index, error_format, info.name, reads=reads, is_made=info.is_made)
     if reads and not has_error_terms(info.tensor):
         return Binding(index, error_format, info.name, TensorWeakRef(info.tensor), reads=True)
     record = ensure_record(info.tensor, error_format, name=info.name)
+    record.is_passing = False
     bound = TensorWeakRef(info.tensor)
     return Binding(index, error_format, info.name, bound, weakref.ref(record), reads)
 
@@ -240,7 +243,8 @@ class Binding:
         bound: the tensor, if it is an attribute of the module.
         record: the remembered record of a bound tensor.
         reads: whether the step only reads the error terms. A tensor without error terms is read with zeros.
-        is_owner: whether the last argument was the object that its record belongs to.
+        is_made: whether the step makes the tensor in each call.
+        is_owner: whether the last argument was the object that its record belongs to, for longer than a step.
     """
 
     index: int
@@ -249,6 +253,7 @@ class Binding:
     bound: TensorWeakRef | None = None
     record: Callable[[], ErrorTermRecord | None] = lambda: None
     reads: bool = False
+    is_made: bool = False
     is_owner: bool = False
 
     @property
@@ -277,7 +282,9 @@ class Binding:
         record = ensure_record(tensor, self.error_format, name=self.name)
         if self.bound is not None:
             self.record = weakref.ref(record)
-        self.is_owner = type(tensor) in _PLAIN and record.owner() is tensor
+        is_passing = record.is_passing or (self.is_made and not record.is_used)
+        record.is_passing = self.bound is None and is_passing
+        self.is_owner = type(tensor) in _PLAIN and record.owner() is tensor and not record.is_passing
         return record
 
     def _tensor_in(self, arguments: Sequence[Any]) -> Tensor:

@@ -112,6 +112,7 @@ class ErrorTermRecord:
         is_used: whether a compiled step reads and writes the buffers; False if they have only been loaded.
         is_new: whether the buffers come from the step that made the tensor, and no step that updates the
             tensor has been compiled.
+        is_passing: whether it belongs to a tensor that a step has made for itself: no step remembers it.
         is_whole: whether hi and the buffers have been loaded together, as a whole value, which state dicts
             without error terms leave whole; it holds as long as there is a claim.
         accepted: version of hi that the buffers have been declared to belong to, other than by a step.
@@ -128,6 +129,7 @@ class ErrorTermRecord:
     claim: Tensor | None = None
     is_used: bool = False
     is_new: bool = False
+    is_passing: bool = False
     is_whole: bool = False
     accepted: int = -1
     accepted_at: int = -1
@@ -135,7 +137,8 @@ class ErrorTermRecord:
     _settle: Callable[[], None] | None = None
 
     def __del__(self, records: _Records = _RECORDS) -> None:
-        records.version = object()
+        if not self.is_passing:
+            records.version = object()
 
     def replace_contents(self, auxiliaries: Sequence[Tensor]) -> None:
         """Overwrite the buffers in place, so that compiled steps (and CUDA graphs) see the new contents."""

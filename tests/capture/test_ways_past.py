@@ -18,7 +18,8 @@ from torch.nn import Parameter
 from torch.optim import Adagrad, AdamW, Optimizer
 
 from collage_fx import CollageBackend, full_value, install
-from collage_fx.errors import EagerStepError, UncompensatedParameterError
+from collage_fx.errors import EagerStepError
+from collage_fx.numerics import short_name
 from tests.support.training import Descent, parameters
 
 #: So small that plain bf16 loses most of each update: its error is .1 or more.
@@ -228,13 +229,45 @@ def stepped_with_a_loss(step: Callable[..., Any], parameter: Parameter) -> None:
         step(lambda: (parameter * 2).sum())
 
 
-def test_a_closure_that_calls_no_backward_pass() -> None:
+@pytest.mark.parametrize("asked", [installed, compiled], ids=lambda asked: asked.__name__)
+def test_a_closure_that_calls_no_backward_pass(asked: Callable[..., Any]) -> None:
     """Its loss is to be differentiated, and is computed beside the update."""
     parameter = Parameter(torch.ones(64).bfloat16())
     optimizer = torch.optim.SGD([parameter], lr=1e-3)
-    with pytest.raises(UncompensatedParameterError, match="closure that calls no backward"):
-        stepped_with_a_loss(torch.compile(optimizer.step, backend=CollageBackend()), parameter)
-    assert parameter[0] == 1
-    install(optimizer)
-    stepped_with_a_loss(optimizer.step, parameter)
+    stepped_with_a_loss(asked(optimizer, strict=True), parameter)
     assert abs(full_value(parameter)[0].item() - 0.98) <= 20 * 2.0**-24
+
+
+class ReadsItsGradients(torch.optim.Optimizer):
+    """A step with gradients on, as of pytorch_optimizer's TRAC, around another step."""
+
+    def __init__(self, parameters: list[Parameter]) -> None:
+        self.inner = torch.optim.AdamW(parameters, lr=1e-4)
+        super().__init__(self.inner.param_groups, {})
+        self.seen: list[Tensor] = []
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        self.seen = [p.grad.clone() for group in self.param_groups for p in group["params"]]
+        self.inner.step()
+
+
+@pytest.mark.parametrize("asked", [installed, compiled], ids=lambda asked: asked.__name__)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=short_name)
+def test_gradients_that_have_a_graph_are_read_in_a_step(
+    asked: Callable[..., Any], dtype: torch.dtype
+) -> None:
+    """``create_graph=True`` makes such gradients. Float32 was refused, too, and the remedy was no remedy."""
+    start = torch.linspace(0.5, 1.5, 12).bfloat16()
+    ends = []
+    for kind, ask in ((dtype, asked), (torch.float64, lambda optimizer, strict: optimizer.step)):
+        parameter = Parameter(start.to(kind))
+        optimizer = ReadsItsGradients([parameter])
+        step = ask(optimizer, strict=True)
+        for _ in range(5):
+            loss = (parameter**3).sum()
+            (parameter.grad,) = torch.autograd.grad(loss, [parameter], create_graph=True)
+            step()
+            assert optimizer.seen[0].requires_grad
+        ends.append(full_value(parameter).detach().double() - start.double())
+        parameter.grad = None
+    assert float((ends[0] - ends[1]).norm() / ends[1].norm()) < 0.02

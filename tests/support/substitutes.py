@@ -361,7 +361,7 @@ def lookups_of_error_terms(*, always: bool = False) -> Iterator[list[int]]:
 
     def calling(self: CompensatedStep, *args: Any) -> Any:
         if always:
-            self._last = (None, ())
+            self._version = None
         return call(self, *args)
 
     def counting(self: CompensatedStep, *args: Any) -> None:
