@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -251,6 +252,11 @@ def by_storage(t: Tensor, d: Tensor) -> None:
     t.set_((t + d).untyped_storage(), 0, t.shape, t.stride())
 
 
+def by_typed_storage(t: Tensor, d: Tensor) -> None:
+    with warnings.catch_warnings(action="ignore"):  # torch's, of TypedStorage
+        t.set_((t + d).storage(), 0, t.shape, t.stride())
+
+
 def by_offset(t: Tensor, d: Tensor) -> None:
     t.set_(t + d, 0, t.shape, t.stride())  # type: ignore[call-overload]
 
@@ -296,7 +302,17 @@ class ViewsTheParameter(Viewed):
             type(self).way(p, -lr * g)
 
 
-WAYS = [by_set, by_storage, by_offset, turned, another_name_turned, squeezed, strided, detached]
+WAYS = [
+    by_set,
+    by_storage,
+    by_typed_storage,
+    by_offset,
+    turned,
+    another_name_turned,
+    squeezed,
+    strided,
+    detached,
+]
 
 
 @pytest.mark.parametrize("way", WAYS, ids=lambda way: way.__name__)

@@ -154,8 +154,8 @@ LISTED: tuple[Listed, ...] = (
         "pytorch-optimizer",
         "*::test_create_compiled_optimizer[[]*",
         "EagerStepError: the step of this .* has been replaced after install",
-        "a factory compiles the step after the optimizer has been installed where it was made: the message says "
-        "to install it below that line",
+        "a factory compiles the step after the optimizer has been installed where it was made: the message "
+        "says to install it below that line",
     ),
     Listed(
         "pytorch-optimizer",
