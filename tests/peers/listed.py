@@ -159,6 +159,13 @@ LISTED: tuple[Listed, ...] = (
     ),
     Listed(
         "pytorch-optimizer",
+        "*::test_conda_projected_second_moment",
+        "Tensor-likes are not close",
+        "a gradient of rank 1: the step is the sign of projections that cancel but for bfloat16's roundings",
+        ("bf16",),
+    ),
+    Listed(
+        "pytorch-optimizer",
         "*::test_safe_fp16_methods",
         "UnsupportedOptimizerError: SafeFP16Optimizer",
         "a wrapper with float32 masters that is no Optimizer: the message says to install what it holds",
