@@ -20,10 +20,10 @@ from collage_fx.runtime.calls import Present
 from collage_fx.runtime.layouts import Expected, Layouts, picking, refuse_layout
 from collage_fx.state import (
     ErrorTermRecord,
-    buffers_version,
     ensure_record,
     has_error_terms,
     note_new,
+    records_version,
 )
 from collage_fx.torch_compat import Sharding, boxed_call, local_tensor
 
@@ -71,7 +71,7 @@ class CompensatedStep:
     def __call__(self, arguments: list[Any], present: Present | None = None) -> Any:
         is_alike = self.given.fit(arguments)
         passed = tuple(map(id, self._passed(arguments)))
-        version = buffers_version()
+        version = records_version()
         if version is not self._version or (passed and not is_alike) or len(self._buffers) > MOST_PATTERNS:
             self._version, self._buffers = version, {}
         if (buffers := self._buffers.get(passed)) is not None:
@@ -222,7 +222,6 @@ def bind(index: int, info: InputInfo, error_format: ErrorFormat, *, reads: bool 
     if reads and not has_error_terms(info.tensor):
         return Binding(index, error_format, info.name, TensorWeakRef(info.tensor), reads=True)
     record = ensure_record(info.tensor, error_format, name=info.name)
-    record.is_passing = False
     bound = TensorWeakRef(info.tensor)
     return Binding(index, error_format, info.name, bound, weakref.ref(record), reads)
 
@@ -279,11 +278,9 @@ class Binding:
             return known
         tensor = self._tensor_in(arguments)
         refuse_layout(tensor, self.name)
-        record = ensure_record(tensor, self.error_format, name=self.name)
+        record = ensure_record(tensor, self.error_format, name=self.name, is_passing=self.is_made)
         if self.bound is not None:
             self.record = weakref.ref(record)
-        is_passing = record.is_passing or (self.is_made and not record.is_used)
-        record.is_passing = self.bound is None and is_passing
         self.is_owner = type(tensor) in _PLAIN and record.owner() is tensor and not record.is_passing
         return record
 

@@ -13,7 +13,6 @@ from collage_fx.state.checkpoint import (
 )
 from collage_fx.state.error_terms import (
     ErrorTermRecord,
-    buffers_version,
     change_layout,
     choose_new,
     ensure_record,

@@ -63,7 +63,7 @@ class _Records:
     """State of all records.
 
     Attributes:
-        version: object that is replaced when a record is dropped or given other buffers.
+        version: object that is replaced when a record is made, dropped or given other buffers.
         settle_written: function of a tensor that drops its error terms if the program has written to it.
     """
 
@@ -81,8 +81,8 @@ _DEFAULT = ERROR_FORMATS["exact"]
 PART = 1 << 20
 
 
-def buffers_version() -> object:
-    """Return an object that stays the same as long as all records exist, with the same buffers."""
+def records_version() -> object:
+    """Return an object that stays the same as long as all records do, but for records of passing tensors."""
     return _RECORDS.version
 
 
@@ -135,6 +135,10 @@ class ErrorTermRecord:
     accepted_at: int = -1
     fitted: tuple[torch.Size, tuple[int, ...], torch.device] | None = None
     _settle: Callable[[], None] | None = None
+
+    def __post_init__(self) -> None:
+        if not self.is_passing:
+            _RECORDS.version = object()
 
     def __del__(self, records: _Records = _RECORDS) -> None:
         if not self.is_passing:
@@ -314,11 +318,6 @@ def record_of(tensor: Tensor) -> ErrorTermRecord | None:
     return None
 
 
-def records_version() -> Hashable:
-    """Return a value that changes when a record is made or dropped."""
-    return buffers_version(), len(_BY_OBJECT)
-
-
 def has_error_terms(tensor: Tensor) -> bool:
     """Return whether a tensor has error terms; a record alone may have none."""
     found = record_of(host_twin(tensor))
@@ -397,6 +396,7 @@ def ensure_record(
     name: str,
     contents: Sequence[Tensor] | None = None,
     take_over: bool = False,
+    is_passing: bool = False,
 ) -> ErrorTermRecord:
     """Return the tensor's record; make a record of zeros if there is none.
 
@@ -407,6 +407,7 @@ def ensure_record(
         name: name of the tensor, for error messages.
         contents: contents of its buffers; None for those it has, or zeros.
         take_over: whether a new record may use the tensors of ``contents`` as its buffers.
+        is_passing: whether a step has made the tensor for itself.
 
     Raises:
         ConflictingErrorFormatError: the tensor has error terms in another format, which a step uses.
@@ -419,6 +420,7 @@ def ensure_record(
             require_format(found, error_format, name=name)
             _follow(found, piece)
             record_memory(piece, found)
+            found.is_passing &= is_passing
             if contents is not None:
                 found.replace_contents(contents)
             return found
@@ -434,7 +436,8 @@ def ensure_record(
             # Filled on the device: a number that is uploaded is waited for.
             start = torch.full((), start_of_shard(tensor), dtype=torch.int64, device=piece.device)
             start = start.to(torch.int32)  # modulo 2**32
-        made = ErrorTermRecord(error_format, tensor.dtype, buffers, start, TensorWeakRef(tensor))
+        owner = TensorWeakRef(tensor)
+        made = ErrorTermRecord(error_format, tensor.dtype, buffers, start, owner, is_passing=is_passing)
         _BY_OBJECT[tensor] = made
         record_memory(piece, made)
         return made
