@@ -560,7 +560,16 @@ class Recorder(TorchDispatchMode):
             known.insert(0, compiled)
             if len(known) >= BURNED_IN_AGAIN:
                 self._at_once |= function.operators_of(compiled.burned_in)
-        compiled(function)
+            compiled(function)
+            if (
+                not compiled.owner.is_stale
+            ):  # the code that gives tensors error terms is that for such tensors
+                function.look_at(segment, self._kind_of, len(function.inputs))
+                key = function.form if takes_sizes else (function.form, *key[1:])
+                self._compiled.setdefault(key, known)
+                self._first_met.setdefault(function.form, self._steps)
+        else:
+            compiled(function)
         function.tensors = []
         return function, compiled
 

@@ -368,18 +368,24 @@ class RecordedFunction:
         self.values = (*self.inputs, *kept)
         values = [segment.values[value] for value in self.values]
         self.tensors: list[Tensor] = [real(value.tensor) for value in values]
-        kinds = tuple(
+        self._kinds: list[Any] = []
+        self.look_at(segment, kind_of, len(values))
+        self.shapes = tuple((value.spec.size, value.spec.stride) for value in values)
+
+    def look_at(self, segment: Segment, kind_of: Callable[[Tensor, bool], Any], count: int) -> None:
+        """Look at the kinds of the first tensors, which error terms change and the form depends on."""
+        self._kinds[:count] = [
             (
-                len(spec.size),
-                spec.dtype,
-                spec.device,
+                len(segment.values[value].spec.size),
+                tensor.dtype,
+                tensor.device,
                 type(tensor),
                 kind_of(tensor, value in segment.written),
             )
-            for value, spec, tensor in zip(self.values, (v.spec for v in values), self.tensors, strict=True)
-        )
-        self.form = (self.described, tuple(self._order[value] for value in kept), kinds)
-        self.shapes = tuple((value.spec.size, value.spec.stride) for value in values)
+            for value, tensor in zip(self.values[:count], self.tensors, strict=False)
+        ]
+        kept = tuple(self._order[value] for value in self.kept)
+        self.form = (self.described, kept, tuple(self._kinds))
 
     def _describe(self, operation: Operation) -> tuple[Any, ...]:
         """Describe an operation by numbers within the component, without its numbers and sizes."""

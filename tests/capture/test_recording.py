@@ -876,6 +876,31 @@ def test_numbers_that_change_are_inputs_also_for_tensors_of_another_kind() -> No
     assert largest_error(low, high, start) < 0.02
 
 
+class AsksOnceMore(Recorded):
+    """State that gets its error terms in the second step; the seventh step asks for a value more."""
+
+    def update(self, p: Tensor, g: Tensor, state: dict[str, Any], lr: float) -> None:
+        if not state:
+            state |= {"v": torch.zeros_like(p), "step": 0}
+        state["step"] += 1
+        if state["step"] == 7:
+            state["seen"] = float(g.float().sum())
+        state["v"].lerp_(g, state["step"] ** -0.8)
+        if state["v"].norm() > 0:
+            p.add_(state["v"], alpha=-lr)
+
+
+def test_code_that_gives_tensors_error_terms_is_that_for_such_tensors() -> None:
+    """A step that is not matched compiled it again, however late: torch's Adafactor in the 66th step."""
+    torch._dynamo.reset()
+    low, high = twins(AsksOnceMore, [(4, 3)])
+    start = [q.detach().clone() for q in params_of(high)]
+    compilations = compiled_after_each_step(low, high, 9)
+    assert is_recorded(low)
+    assert compilations[5] + 1 == compilations[-1]  # the sum
+    assert largest_error(low, high, start) < 0.02
+
+
 class MultipliesByNaN(Recorded):
     def update(self, p: Tensor, g: Tensor, state: dict[str, Any], lr: float) -> None:
         state["nothing"] = g * float("nan")
