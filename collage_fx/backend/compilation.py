@@ -34,6 +34,7 @@ from collage_fx.capture import (
     forget_new_state,
     give_up_rows,
     has_stand_ins,
+    is_of_concern,
     note_compiled_step,
     note_forward,
     note_write,
@@ -84,7 +85,7 @@ from collage_fx.graph import (
 )
 from collage_fx.lowering import Lowered, interpreted, lower, why_not_compiled
 from collage_fx.metrics import Meter, MeteredStep
-from collage_fx.numerics import ERROR_FORMATS, PACKED_FORMATS, ErrorFormat, is_low_precision, short_name
+from collage_fx.numerics import ERROR_FORMATS, PACKED_FORMATS, ErrorFormat, short_name
 from collage_fx.options import Options
 from collage_fx.options.budgets import Budget, best_budget, budgets_for, budgets_for_parts, refuse_excess
 from collage_fx.pipeline import ANALYSIS, SUMMING, Pass, Stage, in_float32, run_pipeline
@@ -446,8 +447,8 @@ class Compilation:
         inputs = placeholders(gm.graph)
         written = [inputs[i] for i in inputs_written() if i < len(inputs)]
         for info in describe_inputs(written, self.module, self.arguments, self.known):
-            is_wide = info.tensor is None or not (self.options.packs or is_low_precision(info.tensor.dtype))
-            if self.options.strategy != "none" and info.role is Role.PARAMETER and not is_wide:
+            is_updated = info.tensor is not None and is_of_concern(info.tensor, self.options.packs)
+            if self.options.strategy != "none" and info.role is Role.PARAMETER and is_updated:
                 reason = (
                     "the step that updates it also computes something that is to be differentiated, such as "
                     "the loss of a closure that calls no backward pass"

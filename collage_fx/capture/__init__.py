@@ -24,6 +24,7 @@ from collage_fx.capture.stale_code import note_write
 from collage_fx.capture.watch import (
     expect_some_gradients,
     forget_compiled_step,
+    is_of_concern,
     not_compiled_yet,
     note_compiled_step,
     note_forward,

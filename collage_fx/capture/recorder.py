@@ -561,9 +561,7 @@ class Recorder(TorchDispatchMode):
             if len(known) >= BURNED_IN_AGAIN:
                 self._at_once |= function.operators_of(compiled.burned_in)
             compiled(function)
-            if (
-                not compiled.owner.is_stale
-            ):  # the code that gives tensors error terms is that for such tensors
+            if not compiled.owner.is_stale:  # the code is that for tensors with the error terms it gives
                 function.look_at(segment, self._kind_of, len(function.inputs))
                 key = function.form if takes_sizes else (function.form, *key[1:])
                 self._compiled.setdefault(key, known)

@@ -275,11 +275,8 @@ class Segment:
         return [
             number
             for number, value in deferred
-            if sys.getrefcount(value.tensor) > _UNREFERENCED
-            and not (
-                by_python
-                and sys.getrefcount(value.tensor) == _UNREFERENCED + references_by_torch(value.tensor)
-            )
+            if sys.getrefcount(value.tensor)
+            > _UNREFERENCED + (references_by_torch(value.tensor) if by_python else 0)
         ]
 
     def real(self, number: int) -> Tensor:

@@ -647,7 +647,7 @@ def _record_or_refuse_function(code: CodeType, graph_break: GraphBreak, request:
     optimizers, weights = within_reach(traced_frame_variables())
     held = [p for each in optimizers for _, p in parameter_names(each)]
     packs = request.backend.options.packs
-    if not any(_is_of_concern(each, packs) for each in (*held, *weights)):
+    if not any(is_of_concern(each, packs) for each in (*held, *weights)):
         return
     if not _conversion.get().has_gradients:
         begin = beginning_in_call(request, graph_break.reason, optimizers, weights)
@@ -666,10 +666,10 @@ def _record_or_refuse_function(code: CodeType, graph_break: GraphBreak, request:
 def _has_updates_of_concern(request: Request, optimizer: Optimizer) -> bool:
     """Return whether a step of an optimizer is rewritten."""
     packs = request.backend.options.packs
-    return any(_is_of_concern(parameter, packs) for _, parameter in parameter_names(optimizer))
+    return any(is_of_concern(parameter, packs) for _, parameter in parameter_names(optimizer))
 
 
-def _is_of_concern(parameter: Tensor, packs: bool) -> bool:
+def is_of_concern(parameter: Tensor, packs: bool) -> bool:
     """Return whether a step of a parameter is rewritten: of low precision, or float32 if state is packed."""
     return is_low_precision(parameter.dtype) or (packs and parameter.dtype is torch.float32)
 

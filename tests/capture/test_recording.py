@@ -1000,7 +1000,7 @@ class AsksWithinAnOperation(Recorded):
 
 
 class Differentiates(Recorded):
-    """What autograd holds outlives a value that is asked for."""
+    """Results that autograd holds outlive a value that is asked for."""
 
     def update(self, p: Tensor, g: Tensor, state: dict[str, Any], lr: float) -> None:
         with torch.enable_grad():

@@ -587,7 +587,7 @@ def test_other_methods_are_compensated_if_they_are_compiled_and_else_told_of(
         assert error > 1e-3
 
 
-# The time of a step, by Python's count of calls, which is the same on every machine. ----------------------
+# Error terms that a step remembers. ------------------------------------------------------------------------
 
 
 class SlowAverage(Descent):
@@ -604,7 +604,7 @@ class SlowAverage(Descent):
 
 def swap_memory(optimizer: Optimizer) -> None:
     """Parameters of one shape swap their memory, in which no error terms lie."""
-    first, _, third = optimizer.param_groups[0]["params"]
+    first, _, third = params_of(optimizer)
     first.data, third.data = third.data, first.data
 
 
@@ -621,10 +621,10 @@ KEPT: list[Tensor] = []
 
 
 def leave_a_gradient_out(optimizer: Optimizer) -> None:
-    optimizer.param_groups[0]["params"][1].grad = None
+    params_of(optimizer)[1].grad = None
 
 
-#: What happens in front of a step.
+#: Changes that a program makes in front of a step.
 EVENTS: tuple[Callable[[Optimizer], Any], ...] = (
     lambda optimizer: None,
     move_away_and_back,
@@ -633,7 +633,7 @@ EVENTS: tuple[Callable[[Optimizer], Any], ...] = (
     swap_memory,
     leave_a_gradient_out,
     lambda optimizer: optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict())),
-    lambda optimizer: collage_fx.reset_error_terms(optimizer.param_groups[0]["params"][0]),
+    lambda optimizer: collage_fx.reset_error_terms(params_of(optimizer)[0]),
     lambda optimizer: assign(params_of(optimizer)[2], full_value(params_of(optimizer)[2]) * 1.001),
     lambda optimizer: params_of(optimizer)[0].data.mul_(1.001),
     lambda optimizer: gc.collect(),
@@ -647,7 +647,7 @@ def params_of(optimizer: Optimizer) -> list[Tensor]:
 @pytest.mark.rotating
 @pytest.mark.parametrize("seed", range(9))
 def test_error_terms_that_are_remembered_are_those_that_are_found(seed: int) -> None:
-    """Of a step whose tensors are arguments, and of two optimizers that share its code."""
+    """Steps whose tensors are arguments of the code, of one optimizer or two."""
     ends, looked_up = [], []
     for always in (False, True):
         torch._dynamo.reset()
@@ -688,6 +688,9 @@ def test_a_function_of_parameters_finds_the_error_terms_of_each() -> None:
         ends.append(everything(optimizer))
     assert not differences(*ends)
     assert looked_up[0] < looked_up[1]
+
+
+# The time of a step, by Python's count of calls, which is the same on every machine. ----------------------
 
 
 def calls_of(step: Callable[[], Any], code: CodeType | None = None) -> int:
