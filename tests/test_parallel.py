@@ -303,6 +303,32 @@ def test_flat_parameters(four_processes: Processes, parallel: Any) -> None:
         assert_same(found["left"], replayed(found)["left"])
 
 
+def gone_on_under_fsdp1(parallel: Callable[[nn.Sequential], nn.Module], fmt: Any) -> list[Any]:
+    """What a run leaves in this process, and one that goes on from its gathered state."""
+    torch._dynamo.reset()
+    made = [parallel(model(seed)) for seed in (0, 1)]
+    optimizers = [install(adamw(each), error_format=fmt) for each in made]
+    for seed in range(6):
+        if seed == 3:
+            weights, state = get_state_dict(made[0], optimizers[0])
+            set_state_dict(made[1], optimizers[1], model_state_dict=weights, optim_state_dict=state)
+        for each, optimizer in zip(made, optimizers, strict=True):
+            torch.manual_seed(seed)
+            each(torch.randn(8, 4).bfloat16()).square().sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    return [left_by(optimizer) for optimizer in optimizers]
+
+
+@pytest.mark.parametrize("fmt", ["exact", "mcf", "byte"])
+@pytest.mark.parametrize("parallel", [fsdp1, fsdp1_with_original_parameters])
+def test_gathered_state_of_flat_parameters(four_processes: Processes, parallel: Any, fmt: str) -> None:
+    """``FSDP.optim_state_dict`` gathers tensors of one dtype, and of the sizes of parameters."""
+    for found, resumed in four_processes.run(gone_on_under_fsdp1, parallel, fmt):
+        assert any(len(tensors) > 1 for tensors in found.values())
+        assert_same(found, resumed)
+
+
 def zero1(of: nn.Module) -> ZeroRedundancyOptimizer:
     """Each process steps some parameters, and sends them to the others."""
     return install(ZeroRedundancyOptimizer(of.parameters(), torch.optim.AdamW, lr=1e-3, weight_decay=0.1))

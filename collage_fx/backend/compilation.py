@@ -616,9 +616,7 @@ class Compilation:
         return "" if is_whole or not adopted or record_of(info.tensor) is not None else adopted[0].name
 
     def _owner(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return the weight, or state, in whose memory a detached tensor lies; any other tensor itself."""
-        if isinstance(tensor, torch.nn.Parameter) or id(tensor) in self.known:
-            return tensor
+        """Return the weight, or state, in whose memory a tensor lies; itself if there is none."""
         piece = local_tensor(tensor)
         adopted = self._adopted_around(piece)
         owners = (each.tensor for each in adopted if is_same_memory(local_tensor(each.tensor), piece))

@@ -405,7 +405,7 @@ class Recorder(TorchDispatchMode):
         """Return the specifications of an operation's results, and whether it calculates with integers."""
         values = self.segment.values
         read = [values[value].spec for value in operation.tensors]
-        key = (operation.signature, operation.form, *operation.sizes, *read)
+        key = (operation.signature, operation.form, *operation.sizes, *read, torch.get_default_dtype())
         predicted = self._predicted.get(key)
         if predicted is None:
             made = self._without_elements(operation.signature, args, kwargs)

@@ -382,7 +382,7 @@ class RecordedFunction:
             for value, tensor in zip(self.values[:count], self.tensors, strict=False)
         ]
         kept = tuple(self._order[value] for value in self.kept)
-        self.form = (self.described, kept, tuple(self._kinds))
+        self.form = (self.described, kept, tuple(self._kinds), torch.get_default_dtype())
 
     def _describe(self, operation: Operation) -> tuple[Any, ...]:
         """Describe an operation by numbers within the component, without its numbers and sizes."""

@@ -155,6 +155,7 @@ from collage_fx.state.wide_state import (
 from collage_fx.torch_compat import (
     distributed_like,
     has_storage,
+    is_flattened,
     local_tensor,
     pytree,
     real_tensors,
@@ -402,7 +403,7 @@ def _as_dictionary(entry: Any) -> StateDict:
 def _entries(optimizer: Optimizer, parameter: Tensor) -> StateDict:
     """Return our entries for one parameter: error terms, and the dtypes of wide and narrow state."""
     kept = kept_entries(parameter, _state_slots(optimizer.state.get(parameter)))
-    auxiliaries = _keyed_auxiliaries(_slots(optimizer, parameter))
+    auxiliaries = _keyed_auxiliaries(_slots(optimizer, parameter), are_flat=is_flattened(parameter))
     return {PREFIX + key: tensor for key, tensor in itertools.chain(auxiliaries, kept)}
 
 
@@ -416,11 +417,21 @@ def _wider_entries(optimizer: Optimizer, parameter: Tensor) -> StateDict:
     }
 
 
-def _keyed_auxiliaries(tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-    """Yield ``(name.format.auxiliary, buffer)`` for tensors that have a record."""
+def _keyed_auxiliaries(
+    tensors: Iterable[tuple[str, Tensor]], *, are_flat: bool = False
+) -> Iterator[tuple[str, Tensor]]:
+    """Yield ``(name.format.auxiliary, buffer)`` for tensors that have a record.
+
+    Those of flat tensors are what FSDP1 gathers: numbers, and tensors of the same shape and dtype. A byte is
+    exact in each dtype. There is no fingerprint.
+    """
     for name, tensor in tensors:
         if (record := record_of(tensor)) is not None and record.is_current:
             record.settle_written()
+            if are_flat and record.format.keeps_hi:
+                for spec, each in zip(record.format.auxiliaries(tensor), record.auxiliaries, strict=True):
+                    yield f"{name}.{record.format.name}.{spec.name}", spec.as_state(each, tensor.dtype)
+                continue
             specs = record.format.auxiliaries(tensor)
             for spec, auxiliary in zip(specs, record.auxiliaries, strict=True):
                 saved = spec.saved(auxiliary)
@@ -1013,10 +1024,11 @@ def _refuse_mismatch(saved: Auxiliaries, owner: Tensor, dtype: torch.dtype, wher
 def _is_cast(saved: Auxiliaries) -> bool:
     """Return whether plain torch has loaded auxiliaries, which casts them to the parameter's dtype.
 
-    A fingerprint consists of bytes, and so do the auxiliaries of a format without fingerprint.
+    A fingerprint consists of bytes, and so do the auxiliaries of a format without fingerprint. FSDP1 is given
+    them so.
     """
     fingerprints = [each for (_, name), each in saved.items() if name == FINGERPRINT]
-    return all(each.is_floating_point() for each in fingerprints or saved.values())
+    return all(each.is_floating_point() for each in fingerprints or saved.values() if each.dim())
 
 
 def _known_format(name: str, where: str) -> ErrorFormat:

@@ -164,6 +164,7 @@ try:
         has_internal_overlap,
         has_storage,
         is_class_traced,
+        is_flattened,
         is_held_by_torch,
         is_wrapper,
         is_wrapper_class,

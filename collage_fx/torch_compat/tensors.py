@@ -201,6 +201,11 @@ def sharding_of(tensor: torch.Tensor) -> Sharding | None:
     return Sharding(tensor.device_mesh, tensor.placements)
 
 
+def is_flattened(parameter: torch.Tensor) -> bool:
+    """Return whether a parameter is a flat one of FSDP1, or a part of it."""
+    return getattr(parameter, "_fsdp_flattened", False)
+
+
 def start_of_shard(tensor: torch.Tensor) -> int:
     """Return the index, in the whole tensor, of the first element of this process's shard."""
     offsets = offsets_of_shard(tensor)

@@ -226,6 +226,19 @@ def test_drawn_steps_are_matched() -> None:
     assert sum(both_ways(draw(seed)) > 0 for seed in range(100, 104)) >= 3
 
 
+def test_a_segment_that_ends_within_the_calls_of_another() -> None:
+    """Two steps read a value, and the next two make the same calls without it."""
+
+    def update(p: Tensor, g: Tensor, state: dict[str, Any], step: int, lr: float) -> None:
+        total = g.sum()
+        if step % 4 < 2:
+            state["seen"] = total.item()
+        p.add_(g * total, alpha=-1e-3)
+
+    assert both_ways(update) > STEPS
+    assert both_ways(lambda p, g, state, step, lr: update(p, g, state, step + 2, lr)) > STEPS
+
+
 @pytest.mark.parametrize(
     "scaled",
     [
@@ -341,6 +354,24 @@ def freeze(optimizer: Steps, i: int) -> None:
 def test_what_changes_between_two_steps_is_seen(between: Any) -> None:
     """To nearest, as the dither of state that is replaced starts again."""
     compared(momentum, between, rounding="nearest")
+
+
+def test_another_default_dtype_is_seen() -> None:
+    def update(p: Tensor, g: Tensor, state: dict[str, Any], step: int, lr: float) -> None:
+        p.add_(g, alpha=-lr)
+        state["third"] = (g == g) / 3
+
+    optimizer = recorded(update)
+    with steps_matched() as count:
+        train(optimizer, range(6))
+        assert count[0]
+        torch.set_default_dtype(torch.float64)
+        try:
+            train(optimizer, range(6, 8))
+        finally:
+            torch.set_default_dtype(torch.float32)
+    for state in optimizer.state.values():
+        assert state["third"].dtype is torch.float64
 
 
 def test_sizes_that_change_between_two_steps_are_seen() -> None:

@@ -56,10 +56,9 @@ class AuxiliarySpec(NamedTuple):
     def loadable(self) -> dict[tuple[int, ...], torch.dtype]:
         """Sizes that :meth:`loaded` takes, each with its dtype.
 
-        Those of :meth:`saved`, and those of an error term as earlier versions have saved it: as it is.
+        Those of :meth:`saved`, and of the buffer itself, as earlier versions and :meth:`as_state` have it.
         """
-        earlier = {tuple(self.shape): self.dtype} if self.is_error_term else {}
-        return {**earlier, tuple(self.saved_shape): self.saved_dtype}
+        return {tuple(self.shape): self.dtype, tuple(self.saved_shape): self.saved_dtype}
 
     def saved(self, buffer: Tensor) -> Tensor:
         """Return the buffer as a checkpoint holds it, in the same memory: as bytes, with one dimension more.
@@ -70,13 +69,23 @@ class AuxiliarySpec(NamedTuple):
         """
         return buffer.unsqueeze(-1).view(torch.uint8) if self._is_saved_as_bytes else buffer
 
+    def as_state(self, buffer: Tensor, dtype: torch.dtype) -> Tensor:
+        """Return the buffer as FSDP1 gathers it: with the sizes and the dtype of state, or a number.
+
+        A byte is exact in each dtype; of 16-bit numbers the bits are kept.
+        """
+        if not buffer.dim() or buffer.dtype.itemsize > 2:
+            return buffer
+        return buffer.to(dtype) if buffer.dtype.itemsize == 1 else buffer.view(dtype)
+
     def loaded(self, saved: Tensor) -> Tensor:
         """Return the buffer of a saved tensor, perhaps in the same memory: the inverse of :meth:`saved`.
 
-        Take also numbers that an earlier version has saved as they are.
+        Take also the result of :meth:`as_state`, and numbers that an earlier version has saved as they are.
         """
         if not self._is_saved_as_bytes or saved.shape == self.shape:
-            return saved.to(self.dtype)
+            are_bits = saved.is_floating_point() and not self.dtype.is_floating_point
+            return saved.view(self.dtype) if are_bits and self.dtype.itemsize == 2 else saved.to(self.dtype)
         numbers = saved.to(torch.uint8)
         if numbers.stride(-1) != 1:
             numbers = numbers.contiguous()
