@@ -545,12 +545,15 @@ class Matcher(TorchFunctionMode):
                 self._take_over(*each, objects, pattern)
         elif type(template) is Value and (given := objects[template]) is not made:
             assert given is not None
-            assert type(made) is Deferred
+            if pattern.objects[template] is given:
+                pattern.renew(template)
+            if type(made) is not Deferred:  # its operator is executed at once by now
+                self._is_noting = False
+                self._recorder.take_over(given, made.detach())
+                return
             self._is_noting = self._is_noting and made.value == template
             self._recorder.segment.values[made.value].tensor = given
             given.value = made.value
-            if pattern.objects[template] is given:
-                pattern.renew(template)
 
     def _recorded(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         """Record a call, or execute it at once; note it for later steps."""

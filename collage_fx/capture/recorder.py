@@ -516,7 +516,11 @@ class Recorder(TorchDispatchMode):
 
     def _allocate(self, deferred: Tensor) -> None:
         """Allocate memory for a result, which becomes a real tensor."""
-        self._become(deferred, Spec.of(deferred).empty())
+        self.take_over(deferred, Spec.of(deferred).empty())
+
+    def take_over(self, deferred: Tensor, result: Tensor) -> None:
+        """Make a deferred tensor the given result, to which nothing else refers."""
+        self._become(deferred, result)
         if is_low_precision(deferred.dtype):
             self.note(MadeInStep, real(deferred))
 

@@ -139,7 +139,7 @@ def _cpp_converted(text: str, source: torch.dtype, to: torch.dtype) -> str:
 
 
 def _cpp_bits(text: str, source: torch.dtype, to: torch.dtype) -> str:
-    if source.itemsize < 4:
+    if source.itemsize != 4:
         raise NoSpelling(f"the bits of {source}")
     return text if source is to else f"bits<{CPP_TYPES[to]}>({bare(text)})"
 

@@ -177,6 +177,21 @@ LISTED: tuple[Listed, ...] = (
         "eager torch ends as far off if the data change by 1e-6 of themselves",
         ("float32",),
     ),
+    *(
+        Listed(
+            "heavyball",
+            pattern,
+            "Apart: parameters end",
+            f"eager torch ends {as_far} off if gradients, or the data, change by 1e-7 of themselves",
+            ("float32",),
+        )
+        for pattern, as_far in (
+            ("*test_clip*LATHER*", "as far"),
+            ("*test_clip*HyperBallAdamW*", "as far"),
+            ("*test_toy_parameters_change*OrthoLaProp*", "farther"),
+            ("*test_ndim_tensor*4-5-MuonAdamW*", "a quarter as far"),
+        )
+    ),
     Listed(
         "torchao",
         "*::test_optim_bf16_stochastic_round_correctness*",
