@@ -87,8 +87,6 @@ def _keep_as_tensor(editor: GraphEditor, node: Node) -> None:
     with editor.graph.inserting_before(node):
         converted = editor.call(prims.convert_element_type.default, x, made.dtype)
     _replace(editor, node, converted)
-    if not read.users:
-        editor.graph.erase_node(read)
 
 
 def _open_composite(editor: GraphEditor, node: Node) -> bool:

@@ -409,10 +409,21 @@ class Scaled(Descent):
                 p.sub_(group["lr"] * p.norm() / update.norm() * update + group["lr"] * p.t().contiguous().t())
 
 
+class Stepwise(Descent):
+    """By whole quarters: a division with a keyword."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for p in group["params"]:
+                p.sub_(group["lr"] * torch.div(p.grad, 0.25, rounding_mode="floor"))
+
+
 #: Optimizers, and the relative error that their updates may have in float32 (Muon computes in bfloat16).
 INTENDING: dict[type[Optimizer], float] = {
     **dict.fromkeys((torch.optim.AdamW, torch.optim.SGD, torch.optim.NAdam, torch.optim.Rprop), 1e-5),
-    **dict.fromkeys((torch.optim.Adadelta, torch.optim.Adafactor, torch.optim.ASGD, Scaled), 1e-5),
+    **dict.fromkeys((torch.optim.Adadelta, torch.optim.Adafactor, torch.optim.ASGD), 1e-5),
+    **dict.fromkeys((Scaled, Stepwise), 1e-5),
     torch.optim.Muon: 2e-2,
 }
 
