@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from collage_fx import CollageBackend, full_value, install
+from collage_fx.capture.matching import MOST_PATTERNS
 from collage_fx.capture.recording import RECORDING, Request, record
 from collage_fx.torch_compat import storage_of
 from tests.support.substitutes import steps_matched
@@ -239,15 +240,27 @@ def test_a_segment_changes_behind_an_operator_that_is_executed_at_once_by_now() 
 
 
 def test_each_segment_of_a_step_is_matched() -> None:
+    """Of more segments than there are patterns of one."""
+
     def update(p: Tensor, g: Tensor, state: dict[str, Any], step: int, lr: float) -> None:
-        state["seen"] = g.sum().item()
-        p.add_(g, alpha=-1e-3)
+        for _ in range(3):
+            state["seen"] = g.sum().item()
+            p.add_(g, alpha=-1e-3)
 
     optimizer = recorded(update)
     train(optimizer, range(4))
     with steps_matched() as count:
         train(optimizer, [4])
-    assert count[0] == len(SHAPES) + 1
+    assert MOST_PATTERNS < 3 * len(SHAPES)
+    assert count[0] == 3 * len(SHAPES) + 1
+
+
+def test_components_of_a_matched_segment_are_compiled_as_one() -> None:
+    """But for tensors of no dimension that it writes: they belong to no row of a table."""
+    optimizer = recorded(momentum)
+    train(optimizer, range(6))
+    ((pattern,),) = vars(optimizer)[RECORDING]._matcher._patterns
+    assert len(pattern.parts) == 2
 
 
 def test_a_segment_that_ends_within_the_calls_of_another() -> None:
