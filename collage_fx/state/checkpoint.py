@@ -428,17 +428,13 @@ def _keyed_auxiliaries(
     for name, tensor in tensors:
         if (record := record_of(tensor)) is not None and record.is_current:
             record.settle_written()
-            if are_flat and record.format.keeps_hi:
-                for spec, each in zip(record.format.auxiliaries(tensor), record.auxiliaries, strict=True):
-                    yield f"{name}.{record.format.name}.{spec.name}", spec.as_state(each, tensor.dtype)
-                continue
-            specs = record.format.auxiliaries(tensor)
+            specs, is_state = record.format.auxiliaries(tensor), are_flat and record.format.keeps_hi
             for spec, auxiliary in zip(specs, record.auxiliaries, strict=True):
-                saved = spec.saved(auxiliary)
+                saved = spec.as_state(auxiliary, tensor.dtype) if is_state else spec.saved(auxiliary)
                 if auxiliary.dim():  # a 0-d auxiliary is the same in all processes
                     saved = distributed_like(tensor, saved, spec.saved_shape)
                 yield f"{name}.{record.format.name}.{spec.name}", saved
-            if record.format.keeps_error or not record.format.keeps_hi:
+            if (record.format.keeps_error or not record.format.keeps_hi) and not is_state:
                 yield f"{name}.{record.format.name}.{FINGERPRINT}", _fingerprint_of(tensor, record)
 
 

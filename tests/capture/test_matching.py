@@ -255,6 +255,16 @@ def test_each_segment_of_a_step_is_matched() -> None:
     assert count[0] == 3 * len(SHAPES) + 1
 
 
+def test_calls_whose_numbers_change_are_matched() -> None:
+    """Two of one call among them."""
+
+    def update(p: Tensor, g: Tensor, state: dict[str, Any], step: int, lr: float) -> None:
+        u = g.clamp(-1.0 / step, 0.5 + 1.0 / step)
+        p.add_(u / (1 - 0.9**step), alpha=-1e-3)
+
+    assert both_ways(update) >= STEPS - 4
+
+
 def test_calls_of_lists_are_matched() -> None:
     """Also of tensors that earlier calls have had."""
 
