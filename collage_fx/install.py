@@ -308,6 +308,8 @@ class CompiledStep:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Take a step; return the result of the optimizer's own step."""
         self._calls += 1
+        if not (args or kwargs or self.release):
+            return self._watched(args, kwargs)
         given = self._bound(args, kwargs)
         first = self._first_call
         if self.release is not None:

@@ -223,8 +223,9 @@ def noting_steps(
                 _Parameters.version,
             )
         for reference in others:
-            if (other := reference()) is not None:
-                _settle_written(other, is_in_place=False)
+            other = reference()
+            if other is not None and (held := records.find(other, _Held)) is not None:
+                _settle_written(other, held, is_in_place=False)
         try:
             return step(*arguments)
         finally:  # a refused step has increased version counters, too
@@ -292,7 +293,7 @@ def settle_replaced(optimizer: Optimizer) -> None:
     if held is None:
         return
     is_complete = held.is_complete(optimizer)
-    _settle_written(optimizer, is_in_place=is_complete)
+    _settle_written(optimizer, held, is_in_place=is_complete)
     if is_complete:
         return
     now = {slot.name: slot for slot in _slots_of(optimizer) if slot.name}
@@ -316,10 +317,9 @@ def settle_replaced(optimizer: Optimizer) -> None:
     _warn_of_new_values(optimizer, written)
 
 
-def _settle_written(optimizer: Optimizer, *, is_in_place: bool) -> None:
+def _settle_written(optimizer: Optimizer, held: _Held, *, is_in_place: bool) -> None:
     """Drop the error terms of an optimizer's tensors that the program has written to since its last step."""
-    if (held := records.find(optimizer, _Held)) is not None:
-        held.written.settle(partial(_may_be_of_another, optimizer=optimizer), is_in_place=is_in_place)
+    held.written.settle(partial(_may_be_of_another, optimizer=optimizer), is_in_place=is_in_place)
 
 
 def _settle_read(tensor: Tensor) -> None:

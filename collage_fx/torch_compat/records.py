@@ -47,7 +47,8 @@ def put(owner: object, part: Part) -> Part:
 
 def drop(owner: object, kind: type[Part]) -> Part | None:
     """Remove a part from an object's record; return it, None if there was none."""
-    part: Part | None = _PARTS[kind].pop(owner, None)
+    table = _PARTS[kind]
+    part: Part | None = table.pop(owner, None) if table else None
     return part
 
 
