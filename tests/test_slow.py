@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from tests.support.slow import FILE, IN_TURN, MOST_SECONDS, SECONDS, Times, left_out, slow_ones
+from tests.support.slow import FILE, IN_TURN, LAWS, MOST_SECONDS, SECONDS, Times, left_out, slow_ones
 
 
 def test_each_function_keeps_a_case_and_what_fits() -> None:
@@ -16,6 +16,11 @@ def test_each_function_keeps_a_case_and_what_fits() -> None:
     assert "tests/a.py::three" in slow
     assert len(slow) == 4
     assert sum(name in cases for name in slow) == 3
+
+
+def test_laws_hold_for_every_file() -> None:
+    assert LAWS
+    assert slow_ones({f"{file}::one[{case}]": 2 * SECONDS for file in LAWS for case in range(3)}) == []
 
 
 def test_cases_that_are_not_measured_stay_left_out() -> None:
