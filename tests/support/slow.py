@@ -64,7 +64,8 @@ MARKS = (*LEFT_OUT, ROTATING)
 IN_TURN = tuple(
     f"tests/{name}.py"
     for name in (
-        *("capture/test_fused", "capture/test_recorded_programs", "graph/test_read_order"),
+        *("capture/test_fused", "capture/test_matching", "capture/test_recorded_programs"),
+        *("capture/test_recording", "graph/test_read_order", "state/test_checkpoint", "test_dither"),
         *("integrations/test_by_name", "integrations/test_deepspeed", "lowering/test_launches"),
         *("lowering/test_schedule", "lowering/test_stacks", "lowering/test_triton_step", "test_budgets"),
         *("test_cli", "test_dtypes", "test_full_precision_forward", "test_gpu_counts", "test_gpu_kernels"),
