@@ -304,7 +304,7 @@ def test_flat_parameters(four_processes: Processes, parallel: Any) -> None:
 
 
 def gone_on_under_fsdp1(parallel: Callable[[nn.Sequential], nn.Module], fmt: Any) -> list[Any]:
-    """What a run leaves in this process, and one that goes on from its gathered state."""
+    """Results in this process of a run, and of another that goes on from its gathered state."""
     torch._dynamo.reset()
     made = [parallel(model(seed)) for seed in (0, 1)]
     optimizers = [install(adamw(each), error_format=fmt) for each in made]

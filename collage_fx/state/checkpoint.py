@@ -1003,7 +1003,7 @@ def _refuse_mismatch(saved: Auxiliaries, owner: Tensor, dtype: torch.dtype, wher
         raise _mismatch(f"error terms {sorted(saved)} where {sorted(expected)} belong together", where)
     for spec in specs:
         tensor = saved[name, spec.name]
-        if (dtype_of_saved := spec.loadable.get(tuple(tensor.shape))) is None:
+        if (dtype_of_saved := spec.dtype_of(tensor)) is None:
             raise _mismatch(_of_another_shape(tensor, owner, spec), where)
         if tensor.dtype is not dtype_of_saved and not _is_cast(saved):
             raise _mismatch(
@@ -1276,7 +1276,7 @@ def _fitting_terms(value: Tensor, auxiliaries: Auxiliaries, dtype: torch.dtype) 
     hi = here.to(dtype)
     specs = error_format.auxiliaries(torch.empty(value.shape, dtype=dtype, device="meta"))
     found = [(spec, auxiliaries.get((error_format.name, spec.name))) for spec in specs]
-    if not all(each is not None and tuple(each.shape) in spec.loadable for spec, each in found):
+    if any(each is None or spec.dtype_of(each) is None for spec, each in found):
         return None
     terms = tuple(
         spec.loaded(local_tensor(each, pieces if spec.shape else None))

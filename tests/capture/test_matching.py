@@ -92,13 +92,13 @@ def results(optimizer: Steps) -> list[Tensor]:
     return [*(p.detach().clone() for p in params), *map(full_value, params), *state]
 
 
-def both_ways(update: Update, *, absent: bool = False, steps: int = STEPS, **options: Any) -> int:
+def both_ways(update: Update, *, absent: bool = False, **options: Any) -> int:
     """Compare the bits of matched steps with those of recorded ones; return how many segments matched."""
     ends, matched = [], 0
     for allowed in (True, False):
         optimizer = recorded(update, **options)
         with steps_matched(allowed=allowed) as count:
-            train(optimizer, range(steps), absent=absent)
+            train(optimizer, range(STEPS), absent=absent)
         matched = max(matched, count[0])
         assert allowed or not count[0]
         ends.append(results(optimizer))
@@ -231,7 +231,7 @@ def test_drawn_steps_are_matched() -> None:
 
 
 def test_a_segment_changes_behind_an_operator_that_is_executed_at_once_by_now() -> None:
-    """One of its numbers has changed, and cannot be an input of code."""
+    """A number of the operator changes, and cannot be an input of code."""
 
     def update(p: Tensor, g: Tensor, state: dict[str, Any], step: int, lr: float) -> None:
         p.add_(torch.nan_to_num(g, nan=0.1 * step if p.dim() == 1 else 0.1), alpha=-1e-3)
@@ -240,7 +240,7 @@ def test_a_segment_changes_behind_an_operator_that_is_executed_at_once_by_now() 
 
 
 def test_each_segment_of_a_step_is_matched() -> None:
-    """Of more segments than there are patterns of one."""
+    """Steps have more segments here than a segment has patterns."""
 
     def update(p: Tensor, g: Tensor, state: dict[str, Any], step: int, lr: float) -> None:
         for _ in range(3):

@@ -799,8 +799,11 @@ class ClampsWhatItTakesTheLogitOf(Recorded):
             p.add_(torch.logit(g.abs(), (0.1, 0.2)[state["step"] % 2]), alpha=-lr)
 
 
-def compiled_after_each_step(low: Any, high: Any, steps: int) -> list[int]:
-    """How many graphs have been compiled for the steps of ``low``, which ``high`` takes eagerly as well."""
+def compiled_after_each_step(kind: type[Recorded], shapes: list[tuple[int, ...]], steps: int) -> list[int]:
+    """Count the graphs compiled for steps that are recorded, and as accurate as eager ones in float64."""
+    torch._dynamo.reset()
+    low, high = twins(kind, shapes)
+    start = [q.detach().clone() for q in params_of(high)]
     backend = CollageBackend()
     step: Callable[[], Any] = torch.compile(low.step, backend=backend)
     compilations = []
@@ -809,17 +812,15 @@ def compiled_after_each_step(low: Any, high: Any, steps: int) -> list[int]:
         step()
         high.step()
         compilations.append(len(backend.report().graphs))
+    assert is_recorded(low)
+    assert largest_error(low, high, start) < 0.02
     return compilations
 
 
 @pytest.mark.parametrize("kind", [NormsOfSeveralOrders, ClampsWhatItTakesTheLogitOf])
 def test_a_number_that_decides_what_is_computed_is_looked_at(kind: type[Recorded]) -> None:
-    torch._dynamo.reset()
-    low, high = twins(kind, [(4, 3)])
-    start = [q.detach().clone() for q in params_of(high)]
-    compilations = compiled_after_each_step(low, high, 9)
+    compilations = compiled_after_each_step(kind, [(4, 3)], 9)
     assert compilations[4] == compilations[-1]
-    assert largest_error(low, high, start) < 0.02
 
 
 class TakesNoTensorForANumber(Recorded):
@@ -844,13 +845,8 @@ class WeighsItsProduct(Recorded):
 def test_an_operator_whose_numbers_are_burned_in_again_and_again_is_executed_at_once(
     kind: type[Recorded],
 ) -> None:
-    torch._dynamo.reset()
-    low, high = twins(kind, [(4, 3)])
-    start = [q.detach().clone() for q in params_of(high)]
-    compilations = compiled_after_each_step(low, high, 11)
-    assert is_recorded(low)
+    compilations = compiled_after_each_step(kind, [(4, 3)], 11)
     assert compilations[7] == compilations[-1]
-    assert largest_error(low, high, start) < 0.02
 
 
 class DecaysSlowly(Recorded):
@@ -867,13 +863,8 @@ class DecaysSlowly(Recorded):
 
 def test_numbers_that_change_are_inputs_also_for_tensors_of_another_kind() -> None:
     """Of the second step's other numbers one knows from the first, for tensors that had no error terms."""
-    torch._dynamo.reset()
-    low, high = twins(DecaysSlowly, [(4, 3)])
-    start = [q.detach().clone() for q in params_of(high)]
-    compilations = compiled_after_each_step(low, high, 6)
-    assert is_recorded(low)
+    compilations = compiled_after_each_step(DecaysSlowly, [(4, 3)], 6)
     assert compilations[0] < compilations[1] == compilations[-1]
-    assert largest_error(low, high, start) < 0.02
 
 
 class AsksOnceMore(Recorded):
@@ -892,13 +883,8 @@ class AsksOnceMore(Recorded):
 
 def test_code_that_gives_tensors_error_terms_is_that_for_such_tensors() -> None:
     """A step that is not matched compiled it again, however late: torch's Adafactor in the 66th step."""
-    torch._dynamo.reset()
-    low, high = twins(AsksOnceMore, [(4, 3)])
-    start = [q.detach().clone() for q in params_of(high)]
-    compilations = compiled_after_each_step(low, high, 9)
-    assert is_recorded(low)
+    compilations = compiled_after_each_step(AsksOnceMore, [(4, 3)], 9)
     assert compilations[5] + 1 == compilations[-1]  # the sum
-    assert largest_error(low, high, start) < 0.02
 
 
 class MultipliesByNaN(Recorded):
@@ -1181,13 +1167,8 @@ class ResizesItsState(Recorded):
 
 @pytest.mark.parametrize("kind", [MaskOfAnotherCount, RemembersAllGradients, ResizesItsState])
 def test_shapes_that_change_from_step_to_step_are_compiled_a_few_times(kind: type[Recorded]) -> None:
-    torch._dynamo.reset()
-    low, high = twins(kind, [(33, 5)])
-    start = [q.detach().clone() for q in params_of(high)]
-    compilations = compiled_after_each_step(low, high, 10)
-    assert is_recorded(low)
+    compilations = compiled_after_each_step(kind, [(33, 5)], 10)
     assert compilations[4] == compilations[-1]
-    assert largest_error(low, high, start) < 0.02
 
 
 class GrowsEachStep(Recorded):

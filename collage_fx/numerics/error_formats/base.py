@@ -52,13 +52,16 @@ class AuxiliarySpec(NamedTuple):
         """Dtype of :meth:`saved`."""
         return torch.uint8 if self._is_saved_as_bytes else self.dtype
 
-    @property
-    def loadable(self) -> dict[tuple[int, ...], torch.dtype]:
-        """Sizes that :meth:`loaded` takes, each with its dtype.
+    def dtype_of(self, saved: Tensor) -> torch.dtype | None:
+        """Return the dtype to expect of a saved tensor with these sizes; None if :meth:`loaded` takes none.
 
-        Those of :meth:`saved`, and of the buffer itself, as earlier versions and :meth:`as_state` have it.
+        It takes the result of :meth:`saved`, that of :meth:`as_state`, and an error term as earlier versions
+        have saved it: as it is.
         """
-        return {tuple(self.shape): self.dtype, tuple(self.saved_shape): self.saved_dtype}
+        if saved.shape == self.saved_shape:
+            return self.saved_dtype
+        is_state = saved.is_floating_point() or not self.shape
+        return self.dtype if saved.shape == self.shape and (self.is_error_term or is_state) else None
 
     def saved(self, buffer: Tensor) -> Tensor:
         """Return the buffer as a checkpoint holds it, in the same memory: as bytes, with one dimension more.
