@@ -92,6 +92,12 @@ def drawn(shape: Sequence[int], generator: torch.Generator) -> Tensor:
     return (torch.randn(*shape, generator=generator) * 1e-3 + 1e-4).bfloat16()
 
 
+def directed(shape: Sequence[int], generator: torch.Generator) -> Tensor:
+    """Return a gradient of noise, and three tenths of a direction that each element has of its own."""
+    direction = torch.randn(*shape, generator=torch.Generator().manual_seed(2))
+    return (torch.randn(*shape, generator=generator) + 0.3 * direction).bfloat16()
+
+
 def none(shape: Sequence[int], generator: torch.Generator) -> Tensor:
     """Return a gradient of zeros, so that there is weight decay alone."""
     return torch.zeros(*shape, dtype=torch.bfloat16)
@@ -190,6 +196,68 @@ def long_rows() -> list[list[str]]:
             exact = course(torch.float64, None)
             errors = (off(course(*WAYS[way]), exact) for way in LONG_WAYS)
             rows.append([start, f"{lr:g}", *(f"{error:.4f}" for error in errors)])
+    return rows
+
+
+#: Standard deviations of weights: .02 is that of a language model's matrices when its training begins.
+SPREADS, RATES_OF_SPREADS, STEPS_OF_SPREADS = (0.02, 0.1, 0.5, 1.0), (1e-4, 1e-5, 1e-6), 600
+
+#: Ways of weights of every size.
+WAYS_OF_SPREADS: dict[str, tuple[torch.dtype, dict[str, Any] | None]] = {
+    "float32, or float32 masters": (torch.float32, None),
+    "default, 10 bytes": (torch.bfloat16, {}),
+    "8 bytes": (torch.bfloat16, {"bytes_per_parameter": 8.1}),
+    "5.1 bytes": (torch.bfloat16, {"bytes_per_parameter": 5.1}),
+    "`full`, 12 bytes": (torch.bfloat16, {"strategy": "full"}),
+    "default, moments dithered": (torch.bfloat16, {"rounding": "dither"}),
+}
+
+#: Optimizers of torch that have a first moment.
+WITH_MOMENTS: dict[str, Callable[..., Optimizer]] = {
+    "AdamW": partial(torch.optim.AdamW, weight_decay=WEIGHT_DECAY),
+    "AdamW, amsgrad": partial(torch.optim.AdamW, weight_decay=WEIGHT_DECAY, amsgrad=True),
+    "NAdam": torch.optim.NAdam,
+    "RAdam": torch.optim.RAdam,
+    "SGD": partial(torch.optim.SGD, momentum=0.9),
+    "SGD, Nesterov": partial(torch.optim.SGD, momentum=0.9, nesterov=True),
+}
+
+
+def errors_of_spread(name: str, spread: float, lr: float, ways: Sequence[str]) -> list[float]:
+    """Return the errors of an optimizer in some ways, of a matrix of weights of one size."""
+    course = partial(
+        moved,
+        partial(WITH_MOMENTS[name], lr=lr),
+        steps=STEPS_OF_SPREADS,
+        shape=(64, 128),
+        spread=spread,
+        gradients=directed,
+    )
+    exact = course(torch.float64, None)
+    return [off(course(*WAYS_OF_SPREADS[way]), exact) for way in ways]
+
+
+def spread_rows() -> list[list[str]]:
+    """Return AdamW's errors in all ways, by the size of weights and the learning rate."""
+    return [
+        [
+            f"{spread:g}",
+            f"{lr:g}",
+            *(f"{e:.5f}" for e in errors_of_spread("AdamW", spread, lr, [*WAYS_OF_SPREADS])),
+        ]
+        for spread in SPREADS
+        for lr in RATES_OF_SPREADS
+    ]
+
+
+def moment_rows() -> list[list[str]]:
+    """Return the errors of optimizers in float32 and by default, likewise."""
+    ways = [*WAYS_OF_SPREADS][:2]
+    cells = [(spread, lr) for spread in SPREADS[::2] for lr in RATES_OF_SPREADS]
+    rows = []
+    for name in WITH_MOMENTS:
+        pairs = [errors_of_spread(name, *cell, ways) for cell in cells]
+        rows.append([name, *(" / ".join(f"{each:.5f}" for each in pair) for pair in pairs)])
     return rows
 
 
@@ -301,7 +369,17 @@ def tables() -> str:
     ]
     columns = [f"{lr:g}, {way}" for lr in RATES_OF_OPTIMIZERS for way in ("float32", "here")]
     averages = [[f"{beta2:g}", *(f"{each:.1e}" for each in errors_of_average(beta2))] for beta2 in BETAS]
+    cells = [f"{spread:g}, {lr:g}" for spread in SPREADS[::2] for lr in RATES_OF_SPREADS]
     parts = [
+        f"AdamW's error after {STEPS_OF_SPREADS} steps with weights from N(0, spread), by `lr`:",
+        tabulate(
+            spread_rows(),
+            headers=["spread", "`lr`", *WAYS_OF_SPREADS],
+            tablefmt="github",
+            disable_numparse=True,
+        ),
+        "The same of other optimizers, float32 / default, by spread and `lr`:",
+        tabulate(moment_rows(), headers=["", *cells], tablefmt="github", disable_numparse=True),
         f"Share of the decay that was asked for, after {STEPS_OF_DECAY} steps without gradients, by "
         "`lr * weight_decay`:",
         _table("", DECAYS, decays),

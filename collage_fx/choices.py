@@ -15,7 +15,7 @@ from typing import Any, Literal, TypeVar, get_args, get_type_hints
 
 Strategy = Literal["none", "light", "plus", "full"]
 Arithmetic = Literal["wide", "native"]
-Rounding = Literal["nearest", "dither"]
+Rounding = Literal["nearest", "dither", "repay"]
 Changes = Literal["summed", "as written"]
 Mode = Literal["default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"]
 
@@ -127,10 +127,13 @@ class OptionFields:
         metadata=_about(
             "how state without error terms is stored",
             """rounding of state that carries something from step to step and has no error terms, and of
-            sums next to the old value in ``"exact"``. ``"dither"``, the default of ``wide``: up or down, so
-            that changes below an ulp arrive on average; the same in every run, and no byte more than a
-            count for each tensor. ``"nearest"``, the default of ``native`` and its only rounding: changes
-            below half an ulp are lost at every step, with error terms below half an ulp of float32.""",
+            sums next to the old value in ``"exact"``. ``"dither"``: up or down, so that changes below an
+            ulp arrive on average; the same in every run, and no byte more than a count for each tensor.
+            ``"repay"``, the default of ``wide``: the same, except for moments of an update that is linear
+            in them, as in Adam and SGD. Those are rounded to nearest, and each update makes up at once for
+            what the rounding will do to later ones. ``"nearest"``, the default of ``native`` and its only
+            rounding: changes below half an ulp are lost at every step, with error terms below half an ulp
+            of float32.""",
             in_shell=True,
         ),
     )

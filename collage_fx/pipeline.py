@@ -25,6 +25,7 @@ from collage_fx.passes.normalize import Normalize
 from collage_fx.passes.pack_state import PackState
 from collage_fx.passes.pin_roundings import PinRoundings
 from collage_fx.passes.refine_numbers import RefineNumbers
+from collage_fx.passes.repay import Repay
 from collage_fx.passes.sum_changes import SumChanges
 from collage_fx.passes.undo_stochastic_rounding import UndoStochasticRounding
 from collage_fx.passes.widen import Widen
@@ -52,6 +53,7 @@ PIPELINE: tuple[Pass, ...] = (
     Allocate(),  # before the rewrites, which need the inputs for error terms
     Widen(),  # wide: before loads and stores are rewritten, so that the split is the only rounding left
     RefineNumbers(),  # wide: before SumChanges, which computes decays from the numbers of factors
+    Repay(),  # wide: before SumChanges, which leaves no products to read an update's factors from
     SumChanges(),  # wide: before loads become joins, and after Analyze, whose recurrences are as captured
     CompensateWide(),  # wide: loads and stores become join and split
     CompensateNative(),  # native: the operations themselves become double-word algorithms

@@ -151,7 +151,7 @@ class Analyze(Pass):
         for state in program.compensated:
             if _is_rounded_in_bits(state):
                 state.refusal, state.remedy = ROUNDED_BITS
-        if program.rounding == "dither" and program.strategy != "none":
+        if program.rounding != "nearest" and program.strategy != "none":
             for state in program.states:
                 if _may_be_dithered(program, state):
                     _dither_unless_compensated(state)

@@ -139,7 +139,9 @@ def _store_expansion(editor: GraphEditor, state: StateTensor, own_term: Collecti
             )
         exact = editor.convert(value, torch.float32)
         before = (state.placeholder, *state.added_inputs)
-        hi, *auxiliaries = editor.inline(fmt.store, exact, *before, elementwise=fmt.is_elementwise)
+        hi, *auxiliaries = state.rounded or editor.inline(
+            fmt.store, exact, *before, elementwise=fmt.is_elementwise
+        )
         if state.dithers_sum:
             auxiliaries[-1] = editor.call(aten.add.Tensor, auxiliaries[-1], 1)
         if readers:

@@ -78,7 +78,7 @@ class SumChanges(Pass):
         dithered = {
             state.placeholder: state
             for state in program.expanded
-            if state.error_format.dithers_sums and program.rounding == "dither"
+            if state.error_format.dithers_sums and program.rounding != "nearest"
         }
         program.summed = 0
         for placeholder, store in copies_to_inputs(editor.graph).items():
@@ -133,6 +133,8 @@ def _rewrite(
             return False
         result = chain.result(steps, dithered)
     value.replace_all_uses_with(result)
+    if result.meta["val"].stride() != value.meta["val"].stride():
+        editor.propagate_from(result)
     return True
 
 

@@ -17,16 +17,16 @@ LISTING = re.compile(r"(<!-- kernel: .*? -->\n```cpp\n)(.*?)(```)", re.DOTALL)
 
 #: Arguments of the kernel, and what the page calls them.
 NAMES = {
-    "in0": "exp_avg",
-    "in2": "grad",
-    "in7_0": "phase_of_exp_avg",
-    "in11": "exp_avg_sq",
-    "in18_0": "phase_of_exp_avg_sq",
-    "in22": "p",
-    "in24": "rest",
-    "in27_0": "eps",
-    "in30_0": "step_size",
-    "in34_0": "phase_of_p",
+    "in0": "p",
+    "in2": "rest",
+    "in4": "exp_avg",
+    "in6": "grad",
+    "in13_0": "k",
+    "in16": "exp_avg_sq",
+    "in24_0": "eps",
+    "in27_0": "step_size",
+    "in31_0": "phase_of_p",
+    "in36_0": "phase_of_exp_avg_sq",
     "first_0": "first",
 }
 

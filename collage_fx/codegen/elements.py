@@ -17,11 +17,14 @@ A processor works on as many instructions at once as it can hold, some hundreds.
 of Adam there are 150 cycles, a root and a quotient among them, in a hundred instructions: it waits for
 results. In two loops, up to the last quotient and from there, each is half as long, and there are twice as
 many elements under way. This saves a tenth of the time.
+
+Values that are made of scales of blocks, and of which a rounding asks, have a loop of their own, when the
+scales are known: as an update that repays what the codes of a moment have lost.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from enum import Enum, auto
 from typing import Any, NamedTuple
 
@@ -160,7 +163,7 @@ class Elements:
         self.tested = list(dict.fromkeys(roots))
         self.largest = [node for node in self.nodes if node.target is largest_magnitude]
         rounded = [root for root in self.tested if root.target not in JOINS]
-        self.early = self._early([*rounded, *self.in_blocks])
+        self.early = self._early(self.in_blocks) | self._early(rounded, behind_scales=True)
 
     @property
     def in_blocks(self) -> list[Node]:
@@ -241,33 +244,40 @@ class Elements:
             value = _operand(value)
         return value if self.kinds[value] is Kind.OF_ELEMENT else None
 
-    def _early(self, wanted: Sequence[Any]) -> set[Node]:
+    def _early(self, wanted: Sequence[Any], *, behind_scales: bool = False) -> set[Node]:
+        """Return elements' values that values are made of, and these; ``behind_scales``: of scales, too."""
         waiting, found = list(wanted), set[Node]()
         while waiting:
             node = waiting.pop()
             if node in found:
                 continue
-            if node.target is largest_magnitude:
+            if node.target is largest_magnitude and not behind_scales:
                 raise NoSpelling("a block's scale that other scales are made of")
             if self.kinds[node] is Kind.OF_ELEMENT:
                 found.add(node)
             waiting += node.all_input_nodes
         return found
 
-    def kept(self, late: Iterable[Any]) -> list[Node]:
+    def kept(self, late: Iterable[Any], early: Collection[Node]) -> list[Node]:
         """Return the early values that late values are made of, except values that are cheap to recompute."""
         waiting, seen = list(late), set[Node]()
+        kept = {node for node in early if not _is_cheap(node)}
         while waiting:
             node = waiting.pop()
             if node not in seen:
                 seen.add(node)
-                is_known = self._is_kept(node) or node.target is largest_magnitude
+                is_known = node in kept or node.target is largest_magnitude
                 waiting += [] if is_known else node.all_input_nodes
-        return [node for node in self.nodes if node in seen and self._is_kept(node)]
+        return [node for node in self.nodes if node in seen and node in kept]
 
-    def _is_kept(self, node: Node) -> bool:
-        is_cheap = node.op == "placeholder" or node.target is place or is_load(node)
-        return node in self.early and not is_cheap
+    def is_at_hand(self, node: Node, known: Collection[Node]) -> bool:
+        """Return whether a value is one quick operation on values that are known or cheap to recompute."""
+        operands = self.of_kind(Kind.OF_ELEMENT, node.all_input_nodes)
+        return node.target not in SLOW and all(each in known or _is_cheap(each) for each in operands)
+
+
+def _is_cheap(node: Node) -> bool:
+    return node.op == "placeholder" or node.target is place or is_load(node)
 
 
 def has_spelling(node: Node) -> bool:

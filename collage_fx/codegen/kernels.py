@@ -29,7 +29,16 @@ from pathlib import Path
 import torch
 from torch.fx import Graph, Node
 
-from collage_fx.codegen.elements import ON_GRID, Elements, Kind, Store, is_read, is_rounding, reads_half
+from collage_fx.codegen.elements import (
+    JOINS,
+    ON_GRID,
+    Elements,
+    Kind,
+    Store,
+    is_read,
+    is_rounding,
+    reads_half,
+)
 from collage_fx.codegen.spellings import bare, in_memory, in_register
 from collage_fx.codegen.statements import Names, Statements
 
@@ -129,9 +138,21 @@ class _Flat:
         self.apart = {store: f"{store.into.name}_out" for store in self.stores if _is_apart(store)}
         self.totals = [(store.into.name, store.value.all_input_nodes[0]) for store in elements.totals]
         added = (value for _, value in self.totals)
-        self.kept = elements.kept([*(store.value for store in self.stores), *added])
+        late = [*(store.value for store in self.stores), *added]
+        self.kept = elements.kept(late, elements.early)
         early = dict.fromkeys([*self.kept, *elements.tested, *elements.in_blocks])
-        self.quotients, self.first, self.second = elements.cut(list(early))
+        of_scales = elements.made_of(elements.largest, elements.nodes)
+        self.behind_scales = [node for node in early if node in of_scales]
+        handed_on = elements.kept(self.behind_scales, elements.early - of_scales)
+        known = {*self.kept, *handed_on}
+        handed_on = [node for node in handed_on if not elements.is_at_hand(node, known)]
+        self.kept = list(dict.fromkeys([*self.kept, *handed_on]))
+        before = [node for node in dict.fromkeys([*early, *handed_on]) if node not in of_scales]
+        if self.behind_scales:  # where what is joined is read
+            joined = [node for node in before if node.target in JOINS and node not in self.kept]
+            self.behind_scales += joined
+            before = [node for node in before if node not in joined]
+        self.quotients, self.first, self.second = elements.cut(before)
         self.read = {
             **{node: f"{node.name}_in[j]" for node in self.bytes_read},
             **{node: f"{_source_of(node)}_in[j]" for node in self.halves_read},
@@ -239,10 +260,16 @@ class _Flat:
             f"uint32_t block_largest{i}[{CHUNK // elements.width}];" for i, _ in enumerate(elements.in_blocks)
         ]
         loops = self._early_loop([*self.first, *self.quotients], known)
+        kept = {node: f"{self.names.of(node)}_kept[j]" for node in (*self.kept, *self.quotients)}
         if self.second:
-            kept = {node: f"{self.names.of(node)}_kept[j]" for node in (*self.kept, *self.quotients)}
             done = {node: text for node, text in kept.items() if node not in self.second}
             loops += self._early_loop(self.second, {**known, **done})
+        codes = [node for node in self.behind_scales if not node.meta["val"].dtype.is_floating_point]
+        rest = [node for node in self.behind_scales if node not in codes]
+        for wanted, others in ((codes, self.behind_scales), (rest, rest)):
+            if wanted:
+                done = {node: text for node, text in kept.items() if node not in others}
+                loops += self._early_loop(wanted, {**known, **done, **self._scales()})
         return [*before, *loops]
 
     def _early_loop(self, wanted: Sequence[Node], known: Mapping[Node, str]) -> list[str]:
@@ -271,15 +298,17 @@ class _Flat:
                 noted.append(f"largest{i}")
         return self._loop(lines, begin, end, noted)
 
+    def _scales(self) -> dict[Node, str]:
+        """Return the expressions of the largest magnitudes of blocks."""
+        largest = self.elements.largest
+        return {node: f"bits<float>(block_largest{i}[block])" for i, node in enumerate(largest)}
+
     def _late_loop(self, known: Mapping[Node, str], *, finite: bool) -> list[str]:
         """Write the loop that rounds and stores."""
-        blocks = {
-            node: f"bits<float>(block_largest{i}[block])" for i, node in enumerate(self.elements.largest)
-        }
         of_blocks = [store.value for store in self.block_stores]
         wanted = [_stored(store) for store in self.stores]
         wanted += [value for _, value in self.totals]
-        given = {**self.known, **known, **blocks}
+        given = {**self.known, **known, **self._scales()}
         done = Statements(self.names, [*wanted, *of_blocks], given, finite=finite, before_stores=True)
         lines = list(done.lines)
         for store in self.stores:

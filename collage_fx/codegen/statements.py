@@ -11,8 +11,12 @@ from torch.fx import Node
 from collage_fx.codegen.elements import Elements, Kind, function_at, is_rounding, place
 from collage_fx.codegen.functions import expression
 from collage_fx.codegen.spellings import CPP, bare, in_register
+from collage_fx.numerics import number_of_code
 
 aten = torch.ops.aten
+
+#: Operators that read a small integer alike with more bits: a store, and that of a code, which has no others.
+TAKE_ANY_BITS = {aten.copy_.default, number_of_code}
 
 
 class Names:
@@ -112,8 +116,8 @@ class Statements:
             self._names.functions[function.name] = function.definition
             name = f"{function.name}<{finite}>" if function.tests else function.name
             operands = ", ".join(bare(self.texts[arg]) for arg in node.args if isinstance(arg, Node))
-            is_stored_alone = all(user.target is aten.copy_.default for user in node.users)
-            cut = "" if function.is_cut or is_stored_alone else CPP.types[dtype]
+            is_cut = function.is_cut or {user.target for user in node.users} <= TAKE_ANY_BITS
+            cut = "" if is_cut else CPP.types[dtype]
             return f"{cut}({name}({operands}))" if cut else f"{name}({operands})"
         if is_rounding(node):
             (operand,) = node.all_input_nodes

@@ -132,6 +132,7 @@ class StateTensor:
         auxiliaries: set by ``allocate``: placeholders of its error format's auxiliary tensors.
         start: set by ``allocate`` for a dithered format: placeholder of the index of its first element.
         dithers_sum: set by ``sum-changes``: whether the sum that is stored is rounded by dither.
+        rounded: set by ``repay``: hi and the auxiliaries that are stored, rounded to nearest.
     """
 
     placeholder: Node
@@ -152,6 +153,7 @@ class StateTensor:
     auxiliaries: tuple[Node, ...] = ()
     start: Node | None = None
     dithers_sum: bool = False
+    rounded: tuple[Node, ...] = ()
 
     @property
     def compensated(self) -> bool:
@@ -176,8 +178,10 @@ class StateTensor:
 
     @property
     def written(self) -> tuple[Node, ...]:
-        """Auxiliaries that the step writes: without a count of dithered sums if its sum is not dithered."""
-        is_counted = self.dithers_sum or self.chosen_format is None or not self.chosen_format.dithers_sums
+        """Auxiliaries that the step writes: without the count of dither if it rounds nothing by dither."""
+        if self.chosen_format is None or not self.chosen_format.is_dithered:
+            return self.auxiliaries
+        is_counted = self.dithers_sum if self.chosen_format.dithers_sums else not self.rounded
         return self.auxiliaries if is_counted else self.auxiliaries[:-1]
 
     @property

@@ -45,6 +45,9 @@ CODES = {
 #: Largest integer, by bits and whether numbers may be negative.
 LARGEST = {(8, True): 127, (8, False): 255, (16, True): 32767, (16, False): 65535}
 
+#: Phase with which a code is the nearest.
+TO_NEAREST = -(2**31)
+
 #: The byte of a scale plus this, times 2**22, is the bit pattern of the scale in float32: 1 = 2**-80, 254 =
 #: 1.5 * 2**46. Roots of non-zero float32 numbers are at least 2**-75.
 _FIRST_SCALE = 93
@@ -152,7 +155,7 @@ def code_of_number(
         root: float32, :func:`in_map` of the number; no larger than the scale, or not finite.
         units: float32, :func:`units_of_block` of the scale.
         most: float32, :func:`most_of_block` of the scale.
-        phases: int32; -2**31 rounds to nearest.
+        phases: int32; :data:`TO_NEAREST` rounds to nearest.
         bits: number of bits of the integer.
         signed: whether numbers may be negative.
     """
@@ -251,7 +254,7 @@ def _scales(value: Tensor, like: Tensor, signed: bool) -> Tensor:
 def _codes(
     value: Tensor, scales: Tensor, phases: Tensor | None, like: Tensor, bits: int, signed: bool
 ) -> Tensor:
-    nearest = torch.full_like(value, -(2**31), dtype=torch.int32)
+    nearest = torch.full_like(value, TO_NEAREST, dtype=torch.int32)
     of_blocks = blocks_of(nearest if phases is None else phases, like)
     root = _in_map_rounded_once(blocks_of(value, like), signed)
     codes = block_code(root, scales.reshape(-1, 1), of_blocks, bits, signed)

@@ -100,7 +100,7 @@ def budgets_for(program: StepProgram, pipeline: Sequence[Pass]) -> list[Budget]:
         program: as captured, before any pass. It is not changed.
         pipeline: the passes that it will go through.
     """
-    trial = replace(program, gm=copy_of(program.gm), rounding="dither")
+    trial = replace(program, gm=copy_of(program.gm), rounding="repay")
     preparation, choosing = up_to_choosing(pipeline)
     found = []
     with torch.no_grad():

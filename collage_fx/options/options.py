@@ -34,7 +34,7 @@ DEFAULT_FORMATS: dict[Arithmetic, str] = {
 }
 
 #: Default rounding of state without error terms, for each arithmetic.
-DEFAULT_ROUNDINGS: dict[Arithmetic, Rounding] = {"wide": "dither", "native": "nearest"}
+DEFAULT_ROUNDINGS: dict[Arithmetic, Rounding] = {"wide": "repay", "native": "nearest"}
 
 
 class GivenOptions(TypedDict, total=False):
@@ -63,7 +63,7 @@ class Options(OptionFields):
     """Checked options of a :class:`~collage_fx.CollageBackend`; no default depends on another option."""
 
     error_format: str = ""  # type: ignore[assignment]  # also a name that a plug-in registers
-    rounding: Rounding = "dither"
+    rounding: Rounding = "repay"
     passes: tuple[Pass, ...] = PIPELINE
 
     @property
@@ -114,7 +114,7 @@ class Options(OptionFields):
                 where="error_format",
                 remedy=f"use error_format={formats}, or arithmetic='wide'",
             )
-        if self.arithmetic == "native" and self.rounding == "dither":
+        if self.arithmetic == "native" and self.rounding != "nearest":
             raise InvalidOptionError(
                 "arithmetic='native' rounds every operation to nearest, and what is stored has been rounded",
                 where="rounding",

@@ -209,7 +209,8 @@ def test_where_a_pass_sees_the_whole_step_each_pattern_is_compiled_without_place
     """Placeholders have no memory: a trace that has met them is thrown away, and traced without them once."""
     patterns = [63, 1, 2, 4, 5, 3]
     passes = inserted(Looking(), before="allocate")
-    params, optimizer, backend = run_patterns(MAKERS[name], patterns, passes=passes)
+    # By dither: after six steps, an error of a moment that is repaid later would count for much.
+    params, optimizer, backend = run_patterns(MAKERS[name], patterns, passes=passes, rounding="dither")
     assert len(backend.report().graphs) == len(patterns)
     assert not is_recorded(optimizer)
     ends, _ = exact(MAKERS[name], patterns)

@@ -223,7 +223,7 @@ def test_without_pinned_roundings_the_kernel_loses_the_error_terms() -> None:
     """What the tests above protect: the same graph but for the last pass."""
     with without_pinning():
         step = step_of(Case("light", "wide", "mcf", torch.bfloat16))
-    assert step.roundings == 2 * len(SHAPES)  # of moments, by dither, which is an operator from the start
+    assert step.roundings == len(SHAPES)  # of second moments, by dither, an operator from the start
     grads = list(gradients(SHAPES, 1))
     (interpreted,) = trajectory(step.rig, step.start, grads, engine=step.interpreted)
     (eager,) = trajectory(step.rig, step.start, grads, engine="eager")

@@ -129,7 +129,7 @@ def _sum_by_definition(x: float, change: float, phase: int) -> float:
     neighbour = float(torch.nextafter(torch.tensor(nearest), torch.tensor(towards)))
     if isinf(neighbour):
         return nearest
-    share = Fraction(phase % 2**23, 2**23)
+    share = Fraction((phase if exact > nearest else ~phase) % 2**23, 2**23)
     is_beyond = abs(exact - Fraction(nearest)) > share * abs(Fraction(neighbour) - Fraction(nearest))
     return neighbour if is_beyond and abs(Fraction(change)) <= abs(Fraction(x)) * Fraction(NEAR) else nearest
 

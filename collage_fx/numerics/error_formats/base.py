@@ -217,6 +217,11 @@ class ErrorFormat(ABC):
         """
         return self.split(value, hi.dtype)
 
+    def store_nearest(self, value: Tensor, hi: Tensor, *inputs: Tensor) -> tuple[Tensor, ...]:
+        """Return the tensors of :meth:`store` of a dithered format, rounded to nearest and not counted."""
+        *_, count, _ = inputs
+        return (*self.split(value, hi.dtype)[:-1], count)
+
     def error_terms(self, hi: Tensor, *auxiliaries: Tensor) -> tuple[Tensor, ...]:
         """Return tensors of hi's shape with ``value = hi + sum(error terms)``; live buffers where possible.
 

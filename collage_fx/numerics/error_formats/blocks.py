@@ -16,6 +16,7 @@ from collage_fx.numerics.blocks import (
     CODES,
     LARGEST,
     SMALLEST_SCALE,
+    TO_NEAREST,
     why_no_blocks,
 )
 from collage_fx.numerics.dither import PHASE, PHASES
@@ -81,6 +82,13 @@ class Blocks(ErrorFormat):
 
     def store(self, value: Tensor, hi: Tensor, *inputs: Tensor) -> tuple[Tensor, ...]:
         codes, _, count, start = inputs
+        return hi, *self._encoded(value, codes, PHASES(codes, PHASE(count, start))), count + 1
+
+    def store_nearest(self, value: Tensor, hi: Tensor, *inputs: Tensor) -> tuple[Tensor, ...]:
+        codes, _, count, _ = inputs
+        return hi, *self._encoded(value, codes, torch.full_like(codes, TO_NEAREST, dtype=torch.int32)), count
+
+    def _encoded(self, value: Tensor, codes: Tensor, phases: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the codes and the scales of a value with the sizes and strides of earlier codes."""
         scales = BLOCK_SCALES(value, codes, self.signed)
-        phases = PHASES(codes, PHASE(count, start))
-        return hi, BLOCK_CODES(value, scales, phases, codes, self.bits, self.signed), scales, count + 1
+        return BLOCK_CODES(value, scales, phases, codes, self.bits, self.signed), scales

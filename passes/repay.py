@@ -1,0 +1,256 @@
+"""The pass that repays the rounding errors of moments: it subtracts them from the update at once.
+
+    m' = beta m + ...,   s = stored(m'),   p' = p - c m'      ->      p' = p - c (m' - k (s - m'))
+
+Why. The next step reads s, not m'. So a rounding error e = s - m' moves the parameter by c beta e in the next
+step, by c beta**2 e in the one after it, and so on: by k c e in all, with k = beta / (1 - beta). The errors
+of all steps add up, and in bfloat16 they are most of the error of Adam's parameters. Here each is subtracted
+in the step that makes it. So the moment is rounded to nearest: roundings that are the same in each step are
+repaid, too.
+
+Theorem. Let c be the same in all steps. Then a parameter is off by ``c k d``, with d the present error of the
+moment, d = sum of ``beta**(n - i) e_i`` over the steps i up to n. Proof: of e_i, the parameter has got
+``c (-k + beta + ... + beta**(n - i)) e_i``, which is ``-c k beta**(n - i) e_i``. So nothing adds up.
+
+Note [Repaying in the first steps]
+----------------------------------
+In Adam, c is proportional to 1 / B with B = 1 - beta**t, and falls from step to step. Then k is the sum of
+``beta**j B / (1 - beta**(t + j))`` over j >= 1. As an integral from j = 1/2 on it is
+``-sqrt(beta) / log(beta) B (-log(1 - q) / q)`` with q = sqrt(beta) (1 - B). Here beta / (1 - beta) stands for
+the first factor, which differs by 1e-3, and the Pade approximant (6 - q) / (6 - 4 q) for the last.
+
+And 1 - beta**(t - 1) stands for B, so that the first step repays nothing. There c is divided by the root of
+a single square, which may be much smaller than the mean of two. (In blocks, whose elements have a scale in
+common, an element with a small first gradient was moved by a third of the learning rate.)
+
+A moment is a state without error terms whose old value is multiplied by a constant. Parameters have to be
+linear in its new value, and must not read its old one. Lion (a sign) and Muon (products of matrices) are not.
+Numbers that are made of whole tensors, such as LAMB's norms, count as constants.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import Any
+
+from torch import Tensor, float32, float64, ops
+from torch.fx import Graph, Node
+
+from collage_fx.graph import (
+    GraphEditor,
+    Role,
+    StateTensor,
+    StepProgram,
+    copies_to_inputs,
+    facts_of,
+    is_conversion,
+    is_number,
+    new_value,
+    number_filling,
+    operands_of,
+    passed_operand,
+    placeholders,
+    reached,
+    stored,
+    unconverted,
+    unless_skipped,
+)
+from collage_fx.passes.base import Pass
+
+aten = ops.aten
+
+#: Largest product of k and the error of a rounding, relative to the moment, or to the largest of its block.
+#: Beyond it the present error of the moment weighs more than what adds up in a thousand steps.
+MOST = 2
+
+#: Powers that are functions of one operand.
+_POWERS = {aten.sqrt.default: Fraction(1, 2), aten.reciprocal.default: Fraction(-1)}
+
+
+@dataclass(frozen=True)
+class Repay(Pass):
+    """Pass that rounds moments to nearest, and subtracts the sum of later effects of each error."""
+
+    name = "repay"
+    after = ("allocate", "refine-numbers")
+
+    def applies_to(self, program: StepProgram) -> bool:
+        return program.rounding == "repay" and any(map(_is_moment, program.expanded))
+
+    def run(self, program: StepProgram) -> str:
+        editor = GraphEditor(program.gm, self.name)
+        repaid = sum(_repay(editor, program, state) for state in program.expanded if _is_moment(state))
+        editor.finish()
+        return f"{repaid} moments"
+
+
+def _is_moment(state: StateTensor) -> bool:
+    """Return whether a rounded state keeps a constant share of its old value, and its errors for a while."""
+    fmt, slopes = state.error_format, state.recurrence.slopes
+    if state.info.role is not Role.STATE or fmt.keeps_error or not fmt.is_dithered:
+        return False
+    if len(slopes) != 1 or not slopes[0].is_number or not 0 < slopes[0] < 1:
+        return False
+    bound = fmt.error_bound(state.value.dtype)
+    return _all_later(float(slopes[0])) * float(max(bound.relative, bound.of_largest)) <= MOST
+
+
+def _all_later(beta: float) -> float:
+    """Return k for an update that does not change: the sum of ``beta**j`` over all j from 1 on."""
+    return beta / (1 - beta)
+
+
+def _repay(editor: GraphEditor, program: StepProgram, state: StateTensor) -> bool:
+    """Rewrite the update of a moment that parameters are linear in; return whether they are."""
+    moment, beta = unless_skipped(state.placeholder, new_value(state)), float(state.recurrence.slopes[0])
+    way = _Way(program, state, moment)
+    corrections = [node for node in editor.graph.nodes if node in way.sources and _is_correction(node, beta)]
+    powers = _Powers(editor.graph, moment, corrections, way.others)
+    if not way.readers or not way.moved <= powers.linear:
+        return False
+    order = {node: i for i, node in enumerate(editor.graph.nodes)}
+    first = min(way.readers, key=order.__getitem__)
+    fmt = state.error_format
+    # What others read, too, has to be right on average: nothing is repaid to them.
+    store = fmt.store_nearest if way.is_alone else fmt.store
+    with editor.graph.inserting_before(first):
+        k: Any = _all_later(beta)
+        steps = {unconverted(node.args[1]).args[1] for node in corrections}
+        if len(steps) == 1 and all(powers.of[value] == -1 for value in way.moved):
+            k = _in_this_step(editor, beta, corrections[0], first, order)
+        inputs = (moment, state.placeholder, *state.added_inputs)
+        parts = editor.inline(store, *inputs, elementwise=fmt.is_elementwise)
+        (value,) = editor.inline(fmt.join, *parts, elementwise=fmt.is_elementwise)
+        later = editor.call(aten.mul.Tensor, editor.call(aten.sub.Tensor, value, moment), k)
+        repaid = editor.call(aten.sub.Tensor, moment, later)
+    for reader in way.readers:
+        reader.replace_input_with(moment, repaid)
+    rounding = "to nearest" if way.is_alone else "by dither"
+    why, _, _ = state.selection.partition("; rounded by dither")
+    state.selection = f"{why}; rounded {rounding}, which each update repays"
+    if way.is_alone:
+        state.rounded = parts
+    return True
+
+
+def _in_this_step(
+    editor: GraphEditor, beta: float, correction: Node, first: Node, order: dict[Node, int]
+) -> Node:
+    """Add the k of a step in front of ``first``: Note [Repaying in the first steps]."""
+    numbers = {correction, *reached([correction], operands_of)}
+    for node in sorted(numbers, key=order.__getitem__):
+        if order[node] > order[first]:
+            first.prepend(node)
+
+    def later(b: Tensor) -> Tensor:
+        q = (1 - b) * beta**0.5
+        return (b - (1 - beta)) * (_all_later(beta) / beta) * ((6 - q) / (6 - 4 * q))
+
+    (k,) = editor.inline(later, editor.convert(correction, float64))
+    return editor.convert(k, float32)
+
+
+class _Way:
+    """Way from a moment's new value to the parameters that are made of it.
+
+    Attributes:
+        moved: the new values of those parameters.
+        sources: the values that they are made of, up to the new values of other state.
+        others: the new values of other state. What the moment does by way of them is not repaid.
+        readers: readers of the moment that lead to ``moved`` alone; none if another value is made on the way,
+            or if those parameters read the moment's old value, too.
+        is_alone: whether nothing reads the moment but ``readers`` and its store.
+    """
+
+    def __init__(self, program: StepProgram, state: StateTensor, moment: Node) -> None:
+        graph = program.gm.graph
+        inputs = zip(placeholders(graph), program.inputs, strict=False)  # the others are auxiliaries
+        parameters = {node for node, info in inputs if info.role is Role.PARAMETER}
+        stores = copies_to_inputs(graph)
+        new = {node: unless_skipped(node, unconverted(stored(store))) for node, store in stores.items()}
+        made = reached([moment], lambda node: node.users)
+        own = stored(stores[state.placeholder])
+        self.moved = {value for node, value in new.items() if node in parameters and value in made}
+        self.others = {value for node, value in new.items() if node not in parameters} - {moment}
+        results = {*map(stored, stores.values()), *graph.output_node().all_input_nodes} - self.moved - {own}
+        self.sources = _made_of(self.moved, up_to={moment, *self.others})
+        elsewhere = _made_of(results, up_to=self.moved) - self.moved
+        on_the_way = (self.sources - self.others) & made
+        is_shared = not on_the_way.isdisjoint(elsewhere | _made_of([own], up_to={moment}))
+        is_read = not is_shared and state.placeholder not in self.sources
+        self.readers = [user for user in moment.users if user in on_the_way] if is_read else []
+        self.is_alone = moment not in elsewhere
+
+
+def _made_of(values: Iterable[Node], up_to: Collection[Node]) -> set[Node]:
+    """Return values, and the nodes that they are computed from, up to some nodes."""
+    return {*values, *reached(values, lambda node: [] if node in up_to else operands_of(node))}
+
+
+class _Powers:
+    """Powers of a correction that the values of a graph, or their slopes in a moment, are proportional to.
+
+    Attributes:
+        of: power of each value that is made of a correction or of the moment; None if it has none.
+        linear: values that are linear in the moment; ``of`` has the powers of their slopes.
+    """
+
+    def __init__(
+        self, graph: Graph, moment: Node, corrections: Collection[Node], others: Collection[Node]
+    ) -> None:
+        self.of: dict[Node, Fraction | None] = {
+            moment: Fraction(0),
+            **dict.fromkeys(corrections, Fraction(1)),
+        }
+        self.linear = {moment}
+        self._made_of_moment = {moment}
+        for node in graph.nodes:
+            if node in self.of or self.of.keys().isdisjoint(node.all_input_nodes):
+                continue
+            is_made = not self._made_of_moment.isdisjoint(node.all_input_nodes)
+            if is_made and not (is_number(node) or node in others):
+                self._made_of_moment.add(node)
+            self.of[node] = self._power(node)
+
+    def _power(self, node: Node) -> Fraction | None:
+        """Return the power of a value; add the value to ``linear`` if it is linear in the moment."""
+        operands = [each for each in node.args if isinstance(each, Node)]
+        made = [each for each in operands if each in self._made_of_moment]
+        sign = "" if node.kwargs else facts_of(node.target).sign
+        is_linear, power = False, None
+        if is_conversion(node) or passed_operand(node) is not None or node.target is aten.neg.default:
+            is_linear, power = True, self._of(operands[0])
+        elif sign in ("+", "-") or node.target is aten.where.self:
+            is_linear = sign != "" or node.args[0] not in made
+            powers = {*map(self._of, made or node.args)}
+            power = powers.pop() if len(powers) == 1 else None
+        elif sign in ("*", "/"):
+            is_linear = len(made) == 1 and (sign == "*" or node.args[0] in made)
+            first, second = map(self._of, node.args)
+            if first is not None and second is not None:
+                power = first + second if sign == "*" else first - second
+        elif node.target in _POWERS and (power := self._of(operands[0])) is not None:
+            power *= _POWERS[node.target]
+        if node in self._made_of_moment and is_linear and self.linear.issuperset(made):
+            self.linear.add(node)
+        return power
+
+    def _of(self, value: Any) -> Fraction | None:
+        return self.of.get(value, Fraction(0)) if isinstance(value, Node) else Fraction(0)
+
+
+def _is_correction(node: Node, beta: float) -> bool:
+    """Return whether a value is the number ``1 - beta**t``."""
+    if node.target is not aten.sub.Tensor or not is_number(node) or node.kwargs:
+        return False
+    one, power = node.args
+    if _constant(one) != 1 or not isinstance(power, Node):
+        return False
+    power = unconverted(power)
+    return getattr(power.target, "overloadpacket", None) is aten.pow and _constant(power.args[0]) == beta
+
+
+def _constant(value: Any) -> Any:
+    return number_filling(value) if isinstance(value, Node) else value
