@@ -25,7 +25,18 @@ from torch.optim import Optimizer
 from benchmarks.table import put_between
 from collage_fx import full_value, install
 
-__all__ = ["MARKS", "PAGE", "WAYS", "decay_reached", "error", "moved", "off"]
+__all__ = [
+    "MARKS",
+    "PAGE",
+    "WAYS",
+    "WAYS_OF_SPREADS",
+    "decay_reached",
+    "directed",
+    "error",
+    "errors_of_spread",
+    "moved",
+    "off",
+]
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "beyond-fp32.md"
 MARKS = ("<!-- written by python -m benchmarks.beyond_fp32 -->", "<!-- end -->")

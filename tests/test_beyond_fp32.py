@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import pytest
@@ -11,7 +12,15 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from benchmarks.beyond_fp32 import decay_reached, error, moved, off
+from benchmarks.beyond_fp32 import (
+    WAYS_OF_SPREADS,
+    decay_reached,
+    directed,
+    error,
+    errors_of_spread,
+    moved,
+    off,
+)
 from collage_fx import CollageBackend, explain
 from tests.support.agreement import assert_same, trajectory
 from tests.support.optimizers import CompiledOptimizer, gradients
@@ -71,6 +80,44 @@ def test_a_step_is_nearer_to_float64_than_float32(name: str, dtype: torch.dtype)
     of_float32 = off(way_of(name, torch.float32), exact)
     found = off(way_of(name, dtype, {}), exact)
     assert found < of_float32 / 5, (found, of_float32)
+
+
+@pytest.mark.parametrize(
+    ("name", "spread", "lr"),
+    [
+        ("AdamW", 0.02, 1e-4),
+        ("AdamW", 0.02, 1e-6),
+        ("AdamW", 0.5, 1e-5),
+        ("AdamW, amsgrad", 0.02, 1e-5),
+        ("NAdam", 0.02, 1e-5),
+        ("SGD", 0.02, 1e-4),
+        ("SGD, Nesterov", 0.5, 1e-5),
+    ],
+)
+def test_weights_of_every_size_are_as_near_as_float32_or_a_ten_thousandth(
+    name: str, spread: float, lr: float
+) -> None:
+    """The matrices of a language model are N(0, .02), where a moment in bfloat16 counts for most."""
+    of_float32, found = errors_of_spread(name, spread, lr, [*WAYS_OF_SPREADS][:2])
+    assert found <= max(of_float32, 1e-4)
+
+
+@pytest.mark.parametrize(("state", "bound"), [("block8", 0.0015), ("block16", 1e-5)])
+def test_momentum_in_few_bits_is_repaid(state: Any, bound: float) -> None:
+    """Ten times less than by dither."""
+    course = partial(
+        moved,
+        partial(torch.optim.SGD, lr=1e-3, momentum=0.9),
+        shape=(64, 128),
+        steps=600,
+        gradients=directed,
+    )
+    exact = course(torch.float64, None)
+    repaid, dithered = (
+        off(course(torch.bfloat16, {"strategy": "light", "state": state, "rounding": rounding}), exact)
+        for rounding in ("repay", "dither")
+    )
+    assert repaid <= min(bound, dithered / 4)
 
 
 DECAYS = (1e-9, 1e-8, 3e-8, 1e-7, 1e-6, 1e-4, 1e-2)
