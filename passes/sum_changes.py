@@ -14,7 +14,7 @@ Theorem. Let u be the unit roundoff of float32, in which all is computed but num
 change. The result is ``(x + D')(1 + e)`` with ``|e| <= u``; D' differs from D by a few u of its terms.
 Rounding the factor to float32 instead adds up to ``|x| u`` to the error, each step in the same direction.
 
-The last sum is rounded by dither where the change is a few units of x, if the error format of x has a count
+The last sum is rounded by dither where the change is small beside x, if the error format of x has a count
 of steps (Note [The last rounding] in ``numerics/dither.py``). An average that forgets a share a of its old
 value in each step forgets its errors, too: they are at most 2**-24 / a of it, and are rounded to nearest.
 

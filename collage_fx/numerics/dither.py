@@ -24,9 +24,9 @@ rows, it is the index in the whole tensor.
 Note [The last rounding]
 ------------------------
 A float32 sum is rounded, too: a change below half an ulp of float32 is lost at every step, as that of a
-learning rate of 1e-7, or of weight decay alone if lr * weight_decay is below 3e-8. Changes of some ulps are
-rounded in the same direction at each step if they stay the same. So :func:`dithered_sum` rounds sums with
-changes up to :data:`NEAR` of x by dither, and others to nearest, where half a unit is below 2 % of the
+learning rate of 1e-7, or of weight decay alone if lr * weight_decay is below 3e-8. Changes of many ulps are
+rounded in the same direction at each step if they stay the same, as those of Lion are. So :func:`dithered_sum` rounds sums with
+changes up to :data:`NEAR` of x by dither, and others to nearest, where half a unit is below 0.03 % of the
 change.
 
 The phase is a threshold for the part of a unit that a sum is above the next number below it, whatever its
@@ -50,8 +50,8 @@ SPACING, GOLDEN = 0xB504F333, 0x9E3779B9
 #: Logarithm to base 2 of the number of steps with the same hash.
 WINDOW = 5
 
-#: Largest change, as a share of a number, for which their sum is rounded by dither: 32 to 64 units.
-NEAR = 2.0**-18
+#: Largest change, as a share of a number, for which their sum is rounded by dither: 2048 to 4096 units.
+NEAR = 2.0**-12
 
 _MASK = (1 << 32) - 1
 
