@@ -25,9 +25,9 @@ Note [The last rounding]
 ------------------------
 A float32 sum is rounded, too: a change below half an ulp of float32 is lost at every step, as that of a
 learning rate of 1e-7, or of weight decay alone if lr * weight_decay is below 3e-8. Changes of many ulps are
-rounded in the same direction at each step if they stay the same, as those of Lion are. So :func:`dithered_sum` rounds sums with
-changes up to :data:`NEAR` of x by dither, and others to nearest, where half a unit is below 0.03 % of the
-change.
+rounded in the same direction at each step if they stay the same, as those of Lion are. So
+:func:`dithered_sum` rounds sums with changes up to :data:`NEAR` of x by dither, and others to nearest, where
+half a unit is below 0.03 % of the change.
 
 The phase is a threshold for the part of a unit that a sum is above the next number below it, whatever its
 sign and that of the change. So where changes differ, the error of a step is that of rounding to nearest, of
