@@ -528,7 +528,6 @@ def change_layout(tensor: Tensor, change: Callable[[Tensor], Tensor]) -> Tensor:
     if record is None:
         return change(tensor)
     if record.format.is_elementwise and record.format.keeps_hi:
-        record.fitted = None
         for each in (tensor, *(each for each in record.auxiliaries if each.dim())):
             change(each)
     else:  # what several elements share, such as a scale, then belongs to other elements

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import math
 import random
+import struct
 from collections.abc import Callable
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
@@ -12,6 +15,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from collage_fx import CollageBackend, error_terms, full_value, install
+from collage_fx.capture.compiled import Compiled
 from tests.support.training import parameters, set_gradients, set_gradients_of_both
 
 STEPS = 24
@@ -95,3 +99,11 @@ def test_each_graph_keeps_the_error_terms_that_another_needs(seed: int, rounding
     for value, right in zip(_values(optimizer), _values(wide), strict=True):
         # Each step rounds to a bf16 number and its error term, 16 bits, and computes in float32.
         assert float((value - right).norm() / right.norm()) < STEPS * 2**-17
+
+
+@pytest.mark.parametrize("constant", [1.0, math.nan])
+@pytest.mark.parametrize("number", [1.0, 2.0, math.nan])
+def test_code_fits_the_numbers_that_it_has_as_constants(constant: float, number: float) -> None:
+    code: Any = Compiled(lambda: None, {0: constant}, (), frozenset(), False, None, cast(Any, None))
+    fits = code.fits(SimpleNamespace(numbers=[number]))
+    assert fits is (struct.pack("d", constant) == struct.pack("d", number))
