@@ -144,6 +144,8 @@ def _word(value: Any) -> str:
     """Write a constant as a part of a function's name."""
     if isinstance(value, bool):
         return "signed" if value else "unsigned"
+    if value is None:
+        return "nearest"
     return str(value).removeprefix("torch.")
 
 

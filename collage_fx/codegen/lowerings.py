@@ -82,6 +82,8 @@ def _scale_of_block(largest: Any, signed: bool) -> Any:
 
 def _code_of_element(value: Any, scale: Any, phase: Any, *kind: Any) -> Any:
     root = _of_elements(in_map, FLOATS[:1], kind[1:2])([value])
+    if phase is None:
+        return _of_elements(block_code, (torch.float32, torch.uint8), (None, *kind))([root, scale])
     return _of_elements(block_code, (torch.float32, torch.uint8, torch.int32), kind)([root, scale, phase])
 
 

@@ -45,9 +45,6 @@ CODES = {
 #: Largest integer, by bits and whether numbers may be negative.
 LARGEST = {(8, True): 127, (8, False): 255, (16, True): 32767, (16, False): 65535}
 
-#: Phase with which a code is the nearest.
-TO_NEAREST = -(2**31)
-
 #: The byte of a scale plus this, times 2**22, is the bit pattern of the scale in float32: 1 = 2**-80, 254 =
 #: 1.5 * 2**46. Roots of non-zero float32 numbers are at least 2**-75.
 _FIRST_SCALE = 93
@@ -134,7 +131,7 @@ def _in_map_rounded_once(value: Tensor, signed: bool) -> Tensor:
 
 
 def block_code(
-    root: Tensor, byte: Tensor, phases: Tensor, bits: int, signed: bool, by_fma: bool = False
+    root: Tensor, byte: Tensor, phases: Tensor | None, bits: int, signed: bool, by_fma: bool = False
 ) -> Tensor:
     """Return the integer of a float32 number in a block whose scale has this byte.
 
@@ -145,7 +142,7 @@ def block_code(
 
 
 def code_of_number(
-    root: Tensor, units: Tensor, most: Tensor, phases: Tensor, bits: int, signed: bool
+    root: Tensor, units: Tensor, most: Tensor, phases: Tensor | None, bits: int, signed: bool
 ) -> Tensor:
     """Return the integer of a float32 number: one of two neighbours, chosen by dither.
 
@@ -155,12 +152,14 @@ def code_of_number(
         root: float32, :func:`in_map` of the number; no larger than the scale, or not finite.
         units: float32, :func:`units_of_block` of the scale.
         most: float32, :func:`most_of_block` of the scale.
-        phases: int32; :data:`TO_NEAREST` rounds to nearest.
+        phases: int32; None rounds to nearest, as a phase of half a turn.
         bits: number of bits of the integer.
         signed: whether numbers may be negative.
     """
     size = root.abs() * units
-    without = 1.0 - ((phases >> 8) & 0xFFFFFF).to(torch.float32) * 2.0**-24
+    without = _of(0.5, size)
+    if phases is not None:
+        without = 1.0 - ((phases >> 8) & 0xFFFFFF).to(torch.float32) * 2.0**-24
     if bits == 8:
         # The largest integer whose square is at most size. The root may be off by less than a half.
         near = torch.floor(torch.sqrt(size) + 0.5)
@@ -182,7 +181,7 @@ _SIGN = -(2**31)
 
 
 def code_of_number_by_fma(
-    root: Tensor, units: Tensor, most: Tensor, phases: Tensor, bits: int, signed: bool
+    root: Tensor, units: Tensor, most: Tensor, phases: Tensor | None, bits: int, signed: bool
 ) -> Tensor:
     """Compute :func:`code_of_number`, all bits of it, in fewer instructions of a GPU.
 
@@ -195,9 +194,10 @@ def code_of_number_by_fma(
       and a NaN is larger than any number.
     """
     size = root.abs() * units
-    phase = ((phases >> 8) & 0xFFFFFF).to(torch.float32)
-    one = _of(1.0, phase)
-    without = torch.addcmul(one, phase, _of(-(2.0**-24), phase))
+    one, without = _of(1.0, size), _of(0.5, size)
+    if phases is not None:
+        phase = ((phases >> 8) & 0xFFFFFF).to(torch.float32)
+        without = torch.addcmul(one, phase, _of(-(2.0**-24), phase))
     if bits == 8:
         near = torch.round(torch.sqrt(size))
         below = torch.where(near * near > size, near - 1.0, near)
@@ -254,8 +254,7 @@ def _scales(value: Tensor, like: Tensor, signed: bool) -> Tensor:
 def _codes(
     value: Tensor, scales: Tensor, phases: Tensor | None, like: Tensor, bits: int, signed: bool
 ) -> Tensor:
-    nearest = torch.full_like(value, TO_NEAREST, dtype=torch.int32)
-    of_blocks = blocks_of(nearest if phases is None else phases, like)
+    of_blocks = None if phases is None else blocks_of(phases, like)
     root = _in_map_rounded_once(blocks_of(value, like), signed)
     codes = block_code(root, scales.reshape(-1, 1), of_blocks, bits, signed)
     return from_blocks(codes, like)

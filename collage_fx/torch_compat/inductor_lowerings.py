@@ -93,7 +93,7 @@ def register_block_lowerings(
         codes_operator: ``(value, scales, phases, like, bits, signed)`` -> integers.
         values_operator: ``(codes, scales, bits, signed)`` -> float32 numbers.
         scale: ``(largest magnitude, signed)`` -> value of a scale.
-        code: ``(value, scale, phase, bits, signed, whether on a GPU)`` -> value of an integer.
+        code: ``(value, scale, phase or None, bits, signed, whether on a GPU)`` -> value of an integer.
         value: ``(integer, scale, bits, signed)`` -> value of a number.
         block: elements of a block.
         dtype_of_codes: by bits and whether numbers may be negative.
@@ -133,12 +133,19 @@ def register_block_lowerings(
         return of_element
 
     def codes_of(values: Any, scales: Any, phases: Any, like: Any, bits: int, signed: bool) -> Any:
-        loads = values.make_loader(), load_of_scale(scales, like), phases.make_loader()
+        loads = values.make_loader(), load_of_scale(scales, like)
+        phase = None if phases is None else phases.make_loader()
         device = values.get_device()
         return ir.Pointwise.create(
             device=device,
             dtype=dtype_of_codes[bits, signed],
-            inner_fn=lambda index: code(*(load(index) for load in loads), bits, signed, device.type != "cpu"),
+            inner_fn=lambda index: code(
+                *(load(index) for load in loads),
+                phase and phase(index),
+                bits,
+                signed,
+                device.type != "cpu",
+            ),
             ranges=list(values.get_size()),
         )
 

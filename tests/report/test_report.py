@@ -41,7 +41,7 @@ tensor          shape     kind            plain bf16         here      bytes
     head.weight
 (2) exp_avg' = 0.9*exp_avg + 0.1*g
     plain bf16: tolerable: u/(1-a) = 0.039, rate off by 0.016, for a = 0.9; here: no error terms
-    (not lossy; rounded by dither: noise of at most 0.73 %)
+    (not lossy; rounded to nearest, which each update repays)
     of blocks.0.attention.weight.exp_avg, blocks.0.attention.bias.exp_avg,
     blocks.0.mlp.weight.exp_avg, blocks.0.mlp.bias.exp_avg, head.weight.exp_avg
 (3) exp_avg_sq' = 0.999*exp_avg_sq + 0.001*g**2

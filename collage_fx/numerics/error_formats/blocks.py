@@ -16,7 +16,6 @@ from collage_fx.numerics.blocks import (
     CODES,
     LARGEST,
     SMALLEST_SCALE,
-    TO_NEAREST,
     why_no_blocks,
 )
 from collage_fx.numerics.dither import PHASE, PHASES
@@ -86,9 +85,9 @@ class Blocks(ErrorFormat):
 
     def store_nearest(self, value: Tensor, hi: Tensor, *inputs: Tensor) -> tuple[Tensor, ...]:
         codes, _, count, _ = inputs
-        return hi, *self._encoded(value, codes, torch.full_like(codes, TO_NEAREST, dtype=torch.int32)), count
+        return hi, *self._encoded(value, codes, None), count
 
-    def _encoded(self, value: Tensor, codes: Tensor, phases: Tensor) -> tuple[Tensor, Tensor]:
+    def _encoded(self, value: Tensor, codes: Tensor, phases: Tensor | None) -> tuple[Tensor, Tensor]:
         """Return the codes and the scales of a value with the sizes and strides of earlier codes."""
         scales = BLOCK_SCALES(value, codes, self.signed)
         return BLOCK_CODES(value, scales, phases, codes, self.bits, self.signed), scales
