@@ -20,6 +20,8 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from collage_fx import error_terms, full_value, install
+from collage_fx.errors import CheckpointMismatchError
+from collage_fx.state.checkpoint import SHARED
 from tests.support.training import compiled, differences, everything, parameters, run_steps
 from tests.support.warned import warned
 
@@ -216,3 +218,15 @@ def test_state_that_a_load_renames_keeps_its_error_terms(drops: tuple[str, ...])
             assert error_terms(optimizer.state[p]["mean"])[0].any()
             expected = full_value(earlier.state[q]["average"])
             assert torch.equal(full_value(optimizer.state[p]["mean"]), expected)
+
+
+@pytest.mark.parametrize("calls_torchs", [True, False])
+def test_error_terms_beside_another_layout_are_refused_if_they_fit_no_tensor(*, calls_torchs: bool) -> None:
+    cls = drawn("in a list", "passes on", "nothing", calls_torchs=calls_torchs)
+    given = through_a_file(at_that_point(cls).state_dict())
+    name = next(key for key, each in given[SHARED].items() if each.dim() == 2)
+    given[SHARED][name] = given[SHARED][name][:1]
+    params, _ = trained()
+    again = install(cls([torch.nn.Parameter(p.detach().clone()) for p in params]), strategy="full")
+    with pytest.raises(CheckpointMismatchError):
+        again.load_state_dict(given)
