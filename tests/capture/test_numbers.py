@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import CosineAnnealingWarmRestarts, LRScheduler, OneCycleLR
 
-from collage_fx import CollageBackend, explain, full_value
+from collage_fx import CollageBackend, explain, full_value, install
 from tests.support.training import Descent, differences, everything, parameters, set_gradients
 
 STEPS = 24
@@ -364,3 +364,15 @@ def test_a_counter_that_is_read_as_a_number_counts(dtype: torch.dtype, branches:
     for end, exact, start in zip(ends[False], ends[True], starts, strict=True):
         # The average is rounded, by dither, to 8 bits in each step; it is all that moves the weights.
         assert float((end - exact).norm() / (exact - start).norm()) < 5 * 2**-9
+
+
+def test_a_checkpoint_says_which_numbers_have_changed() -> None:
+    """Those in containers, too: a resumed run has them as inputs from its first step on."""
+    params = parameters()
+    optimizer = install(torch.optim.AdamW(params, weight_decay=0.5))
+    for _ in range(2):
+        set_gradients(params)
+        optimizer.step()
+        optimizer.param_groups[0].update(weight_decay=0.25, betas=(0.8, 0.999))
+    changed = optimizer.state_dict()["collage_fx.changed"]
+    assert changed == [("param_groups", 0, "betas", 0), ("param_groups", 0, "weight_decay")]
