@@ -83,29 +83,41 @@ def test_each_function_has_a_fault_before_any_has_two() -> None:
     assert len(drawn(found, 100, 0, {PATH: SOURCE})) == len(found)
 
 
-@pytest.mark.parametrize("is_tested", [True, False])
+@pytest.mark.parametrize("found_by", ["test_doubled", "test_slow", ""])
 def test_what_no_test_finds_is_shown_and_is_a_failure(
-    is_tested: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    found_by: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    """A slow test, which ``--all`` runs, may find it, too."""
     (tmp_path / "tests").mkdir()
     (tmp_path / "collage_fx").mkdir()
     row = "| `collage_fx/` | `tests/test_doubled.py` | 1 |"
     (tmp_path / "tests" / "README.md").write_text(f"## You touched …\n\n{row}\n", encoding="utf-8")
     source = "def doubled(value: int) -> int:\n    return value + value\n"
     (tmp_path / "collage_fx" / "doubled.py").write_text(source, encoding="utf-8")
+    conftest = """\
+        def pytest_addoption(parser):
+            parser.addoption("--all", action="store_true")
+
+        def pytest_collection_modifyitems(config, items):
+            items[:] = [each for each in items if config.option.all or "slow" not in each.name]
+        """
+    (tmp_path / "tests" / "conftest.py").write_text(textwrap.dedent(conftest), encoding="utf-8")
     test = f"""\
         from collage_fx.doubled import doubled
 
         def test_doubled() -> None:
-            assert doubled({3 if is_tested else 0}) == {6 if is_tested else 0}
+            assert doubled({3 * (found_by == "test_doubled")}) == {6 * (found_by == "test_doubled")}
+
+        def test_slow() -> None:
+            assert doubled({3 * (found_by == "test_slow")}) == {6 * (found_by == "test_slow")}
         """
     (tmp_path / "tests" / "test_doubled.py").write_text(textwrap.dedent(test), encoding="utf-8")
     subprocess.run(["git", "init", "-q"], cwd=tmp_path, check=True)
     subprocess.run(["git", "add", "."], cwd=tmp_path, check=True)
     status = main(["--since", "ever", "--seed", "0"], tmp_path)
     said = capsys.readouterr().out
-    assert status == (not is_tested)
-    assert ("1 of 1 killed" if is_tested else "0 of 1 killed") in said
-    assert ("tests/test_doubled.py::test_doubled" in said) == is_tested
-    assert ("+    return value - value" in said) == (not is_tested)
+    assert status == (not found_by)
+    assert ("1 of 1 killed" if found_by else "0 of 1 killed") in said
+    assert (f"tests/test_doubled.py::{found_by} (" in said) == bool(found_by)
+    assert ("+    return value - value" in said) == (not found_by)
     assert (tmp_path / "collage_fx" / "doubled.py").read_text(encoding="utf-8") == source
