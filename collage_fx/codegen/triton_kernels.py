@@ -145,7 +145,7 @@ class _Printer:
         warp = warp_size(self.device)
         threads = THREADS if self.is_flat else warp
         parts = [*self.functions, body, "\n".join(self._frame(columns, len(held) + bool(self.sums)))]
-        kind = "summing_update" if self.sums else "update" if self.is_flat else "numbers"
+        kind = "update" if self.is_flat else "numbers"
         name = f"collage_{kind}_{hashlib.sha256(''.join(parts).encode()).hexdigest()[:8]}"
         text = "\n\n".join(parts)
         sources = {}
