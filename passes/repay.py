@@ -45,6 +45,7 @@ from collage_fx.graph import (
     StepProgram,
     copies_to_inputs,
     facts_of,
+    has_elements,
     is_conversion,
     is_number,
     new_value,
@@ -62,8 +63,11 @@ from collage_fx.passes.base import Pass
 aten = ops.aten
 
 #: Largest product of k and the error of a rounding, relative to the moment, or to the largest of its block.
-#: Beyond it the present error of the moment weighs more than what adds up in a thousand steps.
-MOST = 2
+#: Beyond it, the present error of the moment weighs more in some ten steps than what adds up in them.
+MOST = 0.05
+
+#: The same of an update that no element's divisor or factor changes, from step to step and among a block.
+MOST_UNSCALED = 0.12
 
 #: Powers that are functions of one operand.
 _POWERS = {aten.sqrt.default: Fraction(1, 2), aten.reciprocal.default: Fraction(-1)}
@@ -93,8 +97,14 @@ def _is_moment(state: StateTensor) -> bool:
         return False
     if len(slopes) != 1 or not slopes[0].is_number or not 0 < slopes[0] < 1:
         return False
-    bound = fmt.error_bound(state.value.dtype)
-    return _all_later(float(slopes[0])) * float(max(bound.relative, bound.of_largest)) <= MOST
+    return _most_repaid(state) <= MOST_UNSCALED
+
+
+def _most_repaid(state: StateTensor) -> float:
+    """Return the product that :data:`MOST` is the limit of."""
+    bound = state.error_format.error_bound(state.value.dtype)
+    beta = float(state.recurrence.slopes[0])
+    return _all_later(beta) * float(max(bound.relative, bound.of_largest))
 
 
 def _all_later(beta: float) -> float:
@@ -109,6 +119,8 @@ def _repay(editor: GraphEditor, program: StepProgram, state: StateTensor) -> boo
     corrections = [node for node in editor.graph.nodes if node in way.sources and _is_correction(node, beta)]
     powers = _Powers(editor.graph, moment, corrections, way.others)
     if not way.readers or not way.moved <= powers.linear:
+        return False
+    if _most_repaid(state) > MOST and powers.is_scaled:
         return False
     order = {node: i for i, node in enumerate(editor.graph.nodes)}
     first = min(way.readers, key=order.__getitem__)
@@ -195,6 +207,7 @@ class _Powers:
     Attributes:
         of: power of each value that is made of a correction or of the moment; None if it has none.
         linear: values that are linear in the moment; ``of`` has the powers of their slopes.
+        is_scaled: whether elements of one of these are multiplied, or divided, by different numbers.
     """
 
     def __init__(
@@ -204,7 +217,7 @@ class _Powers:
             moment: Fraction(0),
             **dict.fromkeys(corrections, Fraction(1)),
         }
-        self.linear = {moment}
+        self.linear, self.is_scaled = {moment}, False
         self._made_of_moment = {moment}
         for node in graph.nodes:
             if node in self.of or self.of.keys().isdisjoint(node.all_input_nodes):
@@ -223,11 +236,13 @@ class _Powers:
         if is_conversion(node) or passed_operand(node) is not None or node.target is aten.neg.default:
             is_linear, power = True, self._of(operands[0])
         elif sign in ("+", "-") or node.target is aten.where.self:
-            is_linear = sign != "" or node.args[0] not in made
+            # Of two branches, one may be an update of another size: RAdam's, from its sixth step on.
+            is_linear = sign != "" or (node.args[0] not in made and len(made) == 1)
             powers = {*map(self._of, made or node.args)}
             power = powers.pop() if len(powers) == 1 else None
         elif sign in ("*", "/"):
             is_linear = len(made) == 1 and (sign == "*" or node.args[0] in made)
+            self.is_scaled |= bool(made) and any(has_elements(each) for each in operands if each not in made)
             first, second = map(self._of, node.args)
             if first is not None and second is not None:
                 power = first + second if sign == "*" else first - second

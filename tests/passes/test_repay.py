@@ -121,7 +121,7 @@ def with_norms(p: Tensor, m: Tensor, g: Tensor) -> None:
 def two_moments(p: Tensor, m: Tensor, n: Tensor, g: Tensor) -> None:
     """As in AdEMAMix."""
     m.lerp_(g, 0.1)
-    n.lerp_(g, 0.05)
+    n.lerp_(g, 0.08)
     p.sub_(m + 5 * n, alpha=0.125)
 
 
@@ -155,7 +155,6 @@ def belief(p: Tensor, m: Tensor, s: Tensor, g: Tensor) -> None:
         (skipped, "p m g t", {"m": "nearest"}),
         (with_norms, "p m g", {"m": "nearest"}),
         (two_moments, "p m n g", {"m": "nearest", "n": "nearest"}),
-        (in_two_branches, "p m v g t", {"m": "nearest"}),
         (read_by_another, "p m s g", {"m": "dither"}),
         (belief, "p m s g", {"m": "dither"}),
     ],
@@ -221,7 +220,7 @@ def number(p: Tensor, m: Tensor, g: Tensor, lr: Tensor) -> None:
 
 
 def slow(p: Tensor, m: Tensor, g: Tensor) -> None:
-    """Above :data:`MOST` in bfloat16: a thousand errors of 2**-8."""
+    """A thousand errors of 2**-8 in bfloat16."""
     m.mul_(0.999).add_(g)
     p.sub_(m, alpha=0.125)
 
@@ -244,6 +243,7 @@ def no_parameter(p: Tensor, m: Tensor, g: Tensor) -> None:
         (shared, "p m s g"),
         (masked, "p m g"),
         (number, "p m g lr"),
+        (in_two_branches, "p m v g t"),
         (slow, "p m g"),
         (no_parameter, "p m g"),
     ],
@@ -257,11 +257,30 @@ def test_a_moment_with_error_terms_has_nothing_to_repay() -> None:
 
 
 def test_the_least_error_that_is_too_much_depends_on_the_format() -> None:
-    """Of 0.999: a thousand errors of 2**-8 in bfloat16, and of 2**-11 in float16."""
-    assert repaid(slow, "p m g", dtypes=torch.float16) == {"m": "nearest"}
+    """Of 0.95: 19 errors of 2**-8 in bfloat16, and of 2**-11 in float16."""
+
+    def step(p: Tensor, m: Tensor, g: Tensor) -> None:
+        m.lerp_(g, 0.05)
+        p.sub_(m * g, alpha=0.125)
+
+    assert repaid(step, "p m g") == {}
+    assert repaid(step, "p m g", dtypes=torch.float16) == {"m": "nearest"}
+    assert 19 * 2**-11 < MOST < 19 * 2**-8
     assert repaid(slow, "p m g", state="block16") == {"m": "nearest"}
+
+
+def test_updates_of_one_size_may_be_repaid_more() -> None:
+    """Integers of 8 bits are off by .0118 of a block's largest number, 9 times of which are below .12."""
+
+    def divided(p: Tensor, m: Tensor, v: Tensor, g: Tensor) -> None:
+        m.lerp_(g, 0.1)
+        v.mul_(0.999).addcmul_(g, g, value=0.001)
+        p.sub_(m / (v.sqrt() + 1e-8), alpha=0.125)
+
+    assert repaid(nesterov, "p m g", state="block8") == {"m": "nearest"}
+    assert repaid(divided, "p m v g", state="block8") == {}
+    assert repaid(divided, "p m v g", state="block16") == {"m": "nearest"}
     assert repaid(slow, "p m g", state="block8") == {}
-    assert 999 * 2**-11 < MOST < 999 * 2**-8
 
 
 # What the steps do. -----------------------------------------------------------------------------------------
@@ -290,7 +309,7 @@ def test_the_share_is_near_the_sum_over_later_steps(beta: float) -> None:
         m.lerp_(g, 1 - beta)
         p.sub_(m / (1 - beta**t))
 
-    program = program_of(step, "p m g t")
+    program = program_of(step, "p m g t", dtypes=torch.float16)  # whose errors are small enough for all four
     graph = program.gm.graph
     (factor,) = (
         node
