@@ -66,7 +66,7 @@ aten = ops.aten
 #: Beyond it, the present error of the moment weighs more in some ten steps than what adds up in them.
 MOST = 0.05
 
-#: The same of an update that no element's divisor or factor changes, from step to step and among a block.
+#: Largest such product if no element has a divisor or a factor of its own.
 MOST_UNSCALED = 0.12
 
 #: Powers that are functions of one operand.
@@ -217,7 +217,7 @@ class _Powers:
             moment: Fraction(0),
             **dict.fromkeys(corrections, Fraction(1)),
         }
-        self.linear, self.is_scaled = {moment}, False
+        self.linear, self.is_scaled, self._others = {moment}, False, others
         self._made_of_moment = {moment}
         for node in graph.nodes:
             if node in self.of or self.of.keys().isdisjoint(node.all_input_nodes):
@@ -236,12 +236,12 @@ class _Powers:
         if is_conversion(node) or passed_operand(node) is not None or node.target is aten.neg.default:
             is_linear, power = True, self._of(operands[0])
         elif sign in ("+", "-") or node.target is aten.where.self:
-            # Of two branches, one may be an update of another size: RAdam's, from its sixth step on.
             is_linear = sign != "" or (node.args[0] not in made and len(made) == 1)
             powers = {*map(self._of, made or node.args)}
             power = powers.pop() if len(powers) == 1 else None
         elif sign in ("*", "/"):
             is_linear = len(made) == 1 and (sign == "*" or node.args[0] in made)
+            is_linear = is_linear and not any(map(self._is_switched, operands))
             self.is_scaled |= bool(made) and any(has_elements(each) for each in operands if each not in made)
             first, second = map(self._of, node.args)
             if first is not None and second is not None:
@@ -251,6 +251,16 @@ class _Powers:
         if node in self._made_of_moment and is_linear and self.linear.issuperset(made):
             self.linear.add(node)
         return power
+
+    def _is_switched(self, factor: Node) -> bool:
+        """Return whether a condition switches to updates of another size, as in RAdam's sixth step."""
+        found = _made_of([factor], up_to=self._others) - self._made_of_moment
+        return any(
+            node.target is aten.where.self
+            and is_number(node.all_input_nodes[0])
+            and any(not has_elements(each) or _constant(each) is not each for each in node.args[1:])
+            for node in found
+        )
 
     def _of(self, value: Any) -> Fraction | None:
         return self.of.get(value, Fraction(0)) if isinstance(value, Node) else Fraction(0)

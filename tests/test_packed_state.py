@@ -88,7 +88,8 @@ def test_compiled_bits_are_eager_bits(state: str, dtype: torch.dtype, unit: Unit
     grads = list(gradients(SHAPES, 4, scale=0.01))
     states = trajectory(rig, start, grads)
     assert_same(states, trajectory(rig, start, grads, engine="eager"))
-    assert [int(states[-1][f"4.{name}.count"]) for name in ("exp_avg", "exp_avg_sq")] == [0, 4]
+    counts = [int(states[-1][f"4.{name}.count"]) for name in ("exp_avg", "exp_avg_sq")]
+    assert counts == [4 if state == "block8" else 0, 4]  # roundings of block8 are too coarse to be repaid
     assert states[-1]["4.exp_avg_sq.rounded" if state == "bf16" else "4.exp_avg_sq.codes"].any()
 
 
