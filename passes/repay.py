@@ -81,30 +81,37 @@ class Repay(Pass):
     after = ("allocate", "refine-numbers")
 
     def applies_to(self, program: StepProgram) -> bool:
-        return program.rounding == "repay" and any(map(_is_moment, program.expanded))
+        return program.rounding == "repay" and any(_is_moment(program, state) for state in program.expanded)
 
     def run(self, program: StepProgram) -> str:
         editor = GraphEditor(program.gm, self.name)
-        repaid = sum(_repay(editor, program, state) for state in program.expanded if _is_moment(state))
+        repaid = sum(
+            _repay(editor, program, state) for state in program.expanded if _is_moment(program, state)
+        )
         editor.finish()
         return f"{repaid} moments"
 
 
-def _is_moment(state: StateTensor) -> bool:
+def _is_moment(program: StepProgram, state: StateTensor) -> bool:
     """Return whether a rounded state keeps a constant share of its old value, and its errors for a while."""
     fmt, slopes = state.error_format, state.recurrence.slopes
     if state.info.role is not Role.STATE or fmt.keeps_error or not fmt.is_dithered:
         return False
     if len(slopes) != 1 or not slopes[0].is_number or not 0 < slopes[0] < 1:
         return False
-    return _most_repaid(state) <= MOST_UNSCALED
+    return _most_repaid(program, state) <= MOST_UNSCALED
 
 
-def _most_repaid(state: StateTensor) -> float:
-    """Return the product that :data:`MOST` is the limit of."""
-    bound = state.error_format.error_bound(state.value.dtype)
+def _most_repaid(program: StepProgram, state: StateTensor) -> float:
+    """Return the product that :data:`MOST` is the limit of.
+
+    Where state is packed, it is that of packed state for tensors that are too small to be packed, too: so
+    they have numbers in common, and one launch computes these.
+    """
+    formats = {state.error_format, *(program.packed or ())[:1]}
+    bounds = [fmt.error_bound(state.value.dtype) for fmt in formats]
     beta = float(state.recurrence.slopes[0])
-    return _all_later(beta) * float(max(bound.relative, bound.of_largest))
+    return _all_later(beta) * max(float(max(bound.relative, bound.of_largest)) for bound in bounds)
 
 
 def _all_later(beta: float) -> float:
@@ -120,7 +127,7 @@ def _repay(editor: GraphEditor, program: StepProgram, state: StateTensor) -> boo
     powers = _Powers(editor.graph, moment, corrections, way.others)
     if not way.readers or not way.moved <= powers.linear:
         return False
-    if _most_repaid(state) > MOST and powers.is_scaled:
+    if _most_repaid(program, state) > MOST and powers.is_scaled:
         return False
     order = {node: i for i, node in enumerate(editor.graph.nodes)}
     first = min(way.readers, key=order.__getitem__)
