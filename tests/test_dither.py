@@ -190,10 +190,10 @@ def test_state_that_carries_something_and_has_no_error_terms_is_dithered() -> No
     assert not any(row.compensated for row in report.tensors if row.symbol != "p")
 
 
-def test_it_is_the_default_but_in_native_arithmetic() -> None:
+def test_the_default_has_its_formats_but_in_native_arithmetic() -> None:
     made = adamw(parameters())
     assert formats(made, strategy="light") == formats(made, strategy="light", rounding="dither")
-    assert CollageBackend().options.rounding == "dither"
+    assert CollageBackend().options.rounding == "repay"
     assert CollageBackend(arithmetic="native").options.rounding == "nearest"
     assert set(formats(made, strategy="light", rounding="nearest").values()) == {"exact", ""}
 
