@@ -105,11 +105,10 @@ def _is_moment(program: StepProgram, state: StateTensor) -> bool:
 def _most_repaid(program: StepProgram, state: StateTensor) -> float:
     """Return the product that :data:`MOST` is the limit of.
 
-    Where state is packed, it is that of packed state for tensors that are too small to be packed, too: so
-    they have numbers in common, and one launch computes these.
+    It is the same for all tensors of a plan, whatever their sizes: so they have numbers in common, and one
+    launch computes these.
     """
-    formats = {state.error_format, *(program.packed or ())[:1]}
-    bounds = [fmt.error_bound(state.value.dtype) for fmt in formats]
+    bounds = [fmt.error_bound(state.value.dtype) for fmt in program.formats_of_signed(state)]
     beta = float(state.recurrence.slopes[0])
     return _all_later(beta) * max(float(max(bound.relative, bound.of_largest)) for bound in bounds)
 
