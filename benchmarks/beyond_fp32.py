@@ -213,6 +213,9 @@ def long_rows() -> list[list[str]]:
 #: Standard deviations of weights: .02 is that of a language model's matrices when its training begins.
 SPREADS, RATES_OF_SPREADS, STEPS_OF_SPREADS = (0.02, 0.1, 0.5, 1.0), (1e-4, 1e-5, 1e-6), 600
 
+#: Spreads and learning rates at which several optimizers are measured.
+CELLS = [(spread, lr) for spread in SPREADS[::2] for lr in RATES_OF_SPREADS]
+
 #: Ways of weights of every size.
 WAYS_OF_SPREADS: dict[str, tuple[torch.dtype, dict[str, Any] | None]] = {
     "float32, or float32 masters": (torch.float32, None),
@@ -264,10 +267,9 @@ def spread_rows() -> list[list[str]]:
 def moment_rows() -> list[list[str]]:
     """Return the errors of optimizers in float32 and by default, likewise."""
     ways = [*WAYS_OF_SPREADS][:2]
-    cells = [(spread, lr) for spread in SPREADS[::2] for lr in RATES_OF_SPREADS]
     rows = []
     for name in WITH_MOMENTS:
-        pairs = [errors_of_spread(name, *cell, ways) for cell in cells]
+        pairs = [errors_of_spread(name, *cell, ways) for cell in CELLS]
         rows.append([name, *(" / ".join(f"{each:.5f}" for each in pair) for pair in pairs)])
     return rows
 
@@ -380,7 +382,7 @@ def tables() -> str:
     ]
     columns = [f"{lr:g}, {way}" for lr in RATES_OF_OPTIMIZERS for way in ("float32", "here")]
     averages = [[f"{beta2:g}", *(f"{each:.1e}" for each in errors_of_average(beta2))] for beta2 in BETAS]
-    cells = [f"{spread:g}, {lr:g}" for spread in SPREADS[::2] for lr in RATES_OF_SPREADS]
+    cells = [f"{spread:g}, {lr:g}" for spread, lr in CELLS]
     parts = [
         f"AdamW's error after {STEPS_OF_SPREADS} steps with weights from N(0, spread), by `lr`:",
         tabulate(

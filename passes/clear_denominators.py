@@ -89,7 +89,7 @@ def _clear(editor: GraphEditor, reader: _Reader, node: Node) -> bool:
         else:
             result = editor.call(aten.div.Tensor, scale, core)
         result = editor.convert(result, node.meta["val"].dtype)
-    node.replace_all_uses_with(result)
+    editor.replace(node, result)
     editor.graph.erase_node(node)
     return True
 

@@ -48,8 +48,8 @@ from collage_fx.graph import (
     has_elements,
     is_conversion,
     is_number,
+    known_number,
     new_value,
-    number_filling,
     operands_of,
     passed_operand,
     placeholders,
@@ -131,7 +131,7 @@ def _repay(editor: GraphEditor, program: StepProgram, state: StateTensor) -> boo
     order = {node: i for i, node in enumerate(editor.graph.nodes)}
     first = min(way.readers, key=order.__getitem__)
     fmt = state.error_format
-    # What others read, too, has to be right on average: nothing is repaid to them.
+    # A value that others read, too, has to be right on average: nothing is repaid to them.
     store = fmt.store_nearest if way.is_alone else fmt.store
     with editor.graph.inserting_before(first):
         k: Any = _all_later(beta)
@@ -261,12 +261,7 @@ class _Powers:
     def _is_switched(self, factor: Node) -> bool:
         """Return whether a condition switches to updates of another size, as in RAdam's sixth step."""
         found = _made_of([factor], up_to=self._others) - self._made_of_moment
-        return any(
-            node.target is aten.where.self
-            and is_number(node.all_input_nodes[0])
-            and any(not has_elements(each) or _constant(each) is not each for each in node.args[1:])
-            for node in found
-        )
+        return any(node.target is aten.where.self and is_number(node.all_input_nodes[0]) for node in found)
 
     def _of(self, value: Any) -> Fraction | None:
         return self.of.get(value, Fraction(0)) if isinstance(value, Node) else Fraction(0)
@@ -277,11 +272,7 @@ def _is_correction(node: Node, beta: float) -> bool:
     if node.target is not aten.sub.Tensor or not is_number(node) or node.kwargs:
         return False
     one, power = node.args
-    if _constant(one) != 1 or not isinstance(power, Node):
+    if known_number(one) != 1 or not isinstance(power, Node):
         return False
     power = unconverted(power)
-    return getattr(power.target, "overloadpacket", None) is aten.pow and _constant(power.args[0]) == beta
-
-
-def _constant(value: Any) -> Any:
-    return number_filling(value) if isinstance(value, Node) else value
+    return getattr(power.target, "overloadpacket", None) is aten.pow and known_number(power.args[0]) == beta

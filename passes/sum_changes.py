@@ -41,8 +41,8 @@ from collage_fx.graph import (
     copies_to_inputs,
     has_elements,
     is_conversion,
+    known_number,
     moves_as_a_parameter,
-    number_filling,
     stored,
     tensor_value,
     unconverted,
@@ -132,9 +132,7 @@ def _rewrite(
         if not steps or (dithered is None and len(steps) == 1 and isinstance(steps[0], _Sum)):
             return False
         result = chain.result(steps, dithered)
-    value.replace_all_uses_with(result)
-    if result.meta["val"].stride() != value.meta["val"].stride():
-        editor.propagate_from(result)
+    editor.replace(value, result)
     return True
 
 
@@ -150,7 +148,7 @@ def _is_forgetful(step: Any) -> bool:
     """
     if isinstance(step, _Sum):
         return False
-    decay = _constant(step.decay)
+    decay = known_number(step.decay)
     return decay is None or decay > FORGETFUL
 
 
@@ -206,15 +204,15 @@ class _Chain:
 
     def _below_one(self, factor: Any) -> Any:
         """Return ``1 - factor`` of a factor before it is rounded to float32; None if it is not near 1."""
-        number = _constant(factor)
+        number = known_number(factor)
         if number is not None:
             return 1.0 - number if abs(1.0 - number) <= NEAR_ONE else None
         exact = unconverted(factor)
-        if exact.target is aten.sub.Tensor and not exact.kwargs and _constant(exact.args[0]) == 1:
+        if exact.target is aten.sub.Tensor and not exact.kwargs and known_number(exact.args[0]) == 1:
             return exact.args[1]
         if exact.target is aten.add.Tensor and not exact.kwargs:
             for one, other in (exact.args, exact.args[::-1]):
-                if _constant(one) == 1 and _constant(other) is None:
+                if known_number(one) == 1 and known_number(other) is None:
                     return self._call(aten.neg.default, other)
         return None
 
@@ -283,10 +281,3 @@ class _Chain:
 def _dithered(x: Tensor, change: Tensor, hi: Tensor, count: Tensor, start: Tensor) -> Tensor:
     """Add a change to x by dither, with the phases of hi."""
     return DITHERED_SUM(x, change, PHASES(hi, PHASE(count, start)))
-
-
-def _constant(value: Any) -> float | None:
-    """Return the number that a value is at compile time; None if it is not known."""
-    if isinstance(value, Node):
-        value = number_filling(unconverted(value))
-    return float(value) if isinstance(value, (int, float)) else None

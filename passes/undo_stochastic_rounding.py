@@ -69,9 +69,7 @@ class UndoStochasticRounding(Pass):
                 exact = None if rounded is None else _value_before_rounding(rounded)
                 if rounded is not None and exact is not None:
                     program.rounded_at_random.add(node)
-                    rounded.replace_all_uses_with(exact)
-                    if exact.meta["val"].stride() != rounded.meta["val"].stride():
-                        editor.propagate_from(exact)
+                    editor.replace(rounded, exact)
         _erase_unused_draws(editor)
         editor.finish()
         return f"{len(program.rounded_at_random)} tensors"

@@ -204,7 +204,7 @@ def test_everything_a_step_mutates_is_static() -> None:
     with given_to_inductor() as given, lowered_as("whole"):
         first_step(Case("plus", "wide", "mcf", torch.bfloat16))
     ((mutated, static),) = given
-    # Of each parameter: itself, the two moments, two error terms, the step counter.
+    # Tensors of each parameter: itself, the two moments, two error terms, the step counter.
     assert len(mutated) == 2 * 6
     assert mutated <= static
 

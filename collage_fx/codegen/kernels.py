@@ -139,24 +139,40 @@ class _Flat:
         self.totals = [(store.into.name, store.value.all_input_nodes[0]) for store in elements.totals]
         added = (value for _, value in self.totals)
         late = [*(store.value for store in self.stores), *added]
-        self.kept = elements.kept(late, elements.early)
-        early = dict.fromkeys([*self.kept, *elements.tested, *elements.in_blocks])
-        of_scales = elements.made_of(elements.largest, elements.nodes)
-        self.behind_scales = [node for node in early if node in of_scales]
-        handed_on = elements.kept(self.behind_scales, elements.early - of_scales)
-        known = {*self.kept, *handed_on}
-        handed_on = [node for node in handed_on if not elements.is_at_hand(node, known)]
-        self.kept = list(dict.fromkeys([*self.kept, *handed_on]))
-        before = [node for node in dict.fromkeys([*early, *handed_on]) if node not in of_scales]
-        if self.behind_scales:  # where what is joined is read
-            joined = [node for node in before if node.target in JOINS and node not in self.kept]
-            self.behind_scales += joined
-            before = [node for node in before if node not in joined]
-        self.quotients, self.first, self.second = elements.cut(before)
+        self.kept, before, behind = self._divided(late)
+        self.quotients, self.first, second = elements.cut(before)
+        codes = [node for node in behind if not node.meta["val"].dtype.is_floating_point]
+        self.later = [second, codes, [node for node in behind if node not in codes]]
         self.read = {
             **{node: f"{node.name}_in[j]" for node in self.bytes_read},
             **{node: f"{_source_of(node)}_in[j]" for node in self.halves_read},
         }
+
+    def _divided(self, late: Sequence[Node]) -> tuple[list[Node], list[Node], list[Node]]:
+        """Divide early values at the scales of blocks.
+
+        Args:
+            late: the values of the last loop.
+
+        Returns:
+            the values that are kept for a later loop; the early values that are made of no scale, and those
+            that are made of scales.
+        """
+        elements = self.elements
+        kept = elements.kept(late, elements.early)
+        early = dict.fromkeys([*kept, *elements.tested, *elements.in_blocks])
+        of_scales = elements.made_of(elements.largest, elements.nodes)
+        behind = [node for node in early if node in of_scales]
+        handed_on = elements.kept(behind, elements.early - of_scales)
+        known = {*kept, *handed_on}
+        handed_on = [node for node in handed_on if not elements.is_at_hand(node, known)]
+        kept = list(dict.fromkeys([*kept, *handed_on]))
+        before = [node for node in dict.fromkeys([*early, *handed_on]) if node not in of_scales]
+        if behind:  # joined there, where they are read
+            joined = [node for node in before if node.target in JOINS and node not in kept]
+            before = [node for node in before if node not in joined]
+            behind += joined
+        return kept, before, behind
 
     def _kind(self, store: Store) -> Kind:
         return self.elements.kinds[store.into]
@@ -261,15 +277,11 @@ class _Flat:
         ]
         loops = self._early_loop([*self.first, *self.quotients], known)
         kept = {node: f"{self.names.of(node)}_kept[j]" for node in (*self.kept, *self.quotients)}
-        if self.second:
-            done = {node: text for node, text in kept.items() if node not in self.second}
-            loops += self._early_loop(self.second, {**known, **done})
-        codes = [node for node in self.behind_scales if not node.meta["val"].dtype.is_floating_point]
-        rest = [node for node in self.behind_scales if node not in codes]
-        for wanted, others in ((codes, self.behind_scales), (rest, rest)):
-            if wanted:
-                done = {node: text for node, text in kept.items() if node not in others}
-                loops += self._early_loop(wanted, {**known, **done, **self._scales()})
+        later = [node for each in self.later for node in each]
+        for wanted in filter(None, self.later):
+            done = {node: text for node, text in kept.items() if node not in later}
+            loops += self._early_loop(wanted, {**known, **done, **self._scales()})
+            later = later[len(wanted) :]
         return [*before, *loops]
 
     def _early_loop(self, wanted: Sequence[Node], known: Mapping[Node, str]) -> list[str]:

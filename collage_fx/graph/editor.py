@@ -157,6 +157,12 @@ class GraphEditor:
         """Context manager: operations on real tensors, for numbers known at compile time."""
         return real_tensors()
 
+    def replace(self, node: Node, result: Node) -> None:
+        """Replace a node, for all that read it, by a result whose strides may differ."""
+        node.replace_all_uses_with(result)
+        if result.meta["val"].stride() != node.meta["val"].stride():
+            self.propagate_from(result)
+
     def propagate_from(self, changed: Node) -> None:
         """Recompute the values of all nodes computed from ``changed``, whose strides have changed."""
         stale = {changed}

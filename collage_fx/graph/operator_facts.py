@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 from torch.fx import Graph, Node
 
-from collage_fx.graph.nodes import is_copy_to_input, is_number, tensor_value
+from collage_fx.graph.nodes import is_copy_to_input, is_number, tensor_value, unconverted
 from collage_fx.numerics import FloatFormat
 from collage_fx.torch_compat import OpOverload, schema_of
 
@@ -344,6 +344,13 @@ def number_filling(node: Node) -> Any:
     """Return the number that every element of a node equals; None if no such number is known."""
     name = facts_of(node.target).fills
     return None if name is None else named_arguments(node.target, node.args, node.kwargs)[name]
+
+
+def known_number(value: Any) -> float | None:
+    """Return the number that a value is at compile time; None if it is not known."""
+    if isinstance(value, Node):
+        value = number_filling(unconverted(value))
+    return float(value) if isinstance(value, (int, float)) else None
 
 
 @functools.cache

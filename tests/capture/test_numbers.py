@@ -367,7 +367,7 @@ def test_a_counter_that_is_read_as_a_number_counts(dtype: torch.dtype, branches:
 
 
 def test_a_checkpoint_says_which_numbers_have_changed() -> None:
-    """Those in containers, too: a resumed run has them as inputs from its first step on."""
+    """Numbers in containers count, too: a resumed run has them as inputs from its first step on."""
     params = parameters()
     optimizer = install(torch.optim.AdamW(params, weight_decay=0.5))
     for _ in range(2):

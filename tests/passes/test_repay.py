@@ -1,4 +1,4 @@
-"""What the rounding of a moment will take from a parameter is given to it at once."""
+"""Moments whose rounding errors are repaid: which they are, by how much, and the error that is left."""
 
 from __future__ import annotations
 
@@ -257,7 +257,7 @@ def test_a_moment_with_error_terms_has_nothing_to_repay() -> None:
 
 
 def test_the_least_error_that_is_too_much_depends_on_the_format() -> None:
-    """Of 0.95: 19 errors of 2**-8 in bfloat16, and of 2**-11 in float16."""
+    """A decay of 0.95 adds up 19 errors, of 2**-8 in bfloat16, and of 2**-11 in float16."""
 
     def step(p: Tensor, m: Tensor, g: Tensor) -> None:
         m.lerp_(g, 0.05)
@@ -283,7 +283,7 @@ def test_updates_of_one_size_may_be_repaid_more() -> None:
     assert repaid(slow, "p m g", state="block8") == {}
 
 
-# What the steps do. -----------------------------------------------------------------------------------------
+# Effects of steps. -----------------------------------------------------------------------------------------
 
 
 def zeros_for(node: Node) -> Tensor:

@@ -75,9 +75,8 @@ class Blocks(ErrorFormat):
         return BLOCK_VALUES(codes, scales, self.bits, self.signed)
 
     def split(self, value: Tensor, dtype: torch.dtype) -> tuple[Tensor, ...]:
-        scales = BLOCK_SCALES(value, value, self.signed)
-        codes = BLOCK_CODES(value, scales, None, value, self.bits, self.signed)
-        return value.to(dtype), codes, scales, torch.zeros((), dtype=torch.int32, device=value.device)
+        count = torch.zeros((), dtype=torch.int32, device=value.device)
+        return value.to(dtype), *self._encoded(value, value, None), count
 
     def store(self, value: Tensor, hi: Tensor, *inputs: Tensor) -> tuple[Tensor, ...]:
         codes, _, count, start = inputs
@@ -87,7 +86,7 @@ class Blocks(ErrorFormat):
         codes, _, count, _ = inputs
         return hi, *self._encoded(value, codes, None), count
 
-    def _encoded(self, value: Tensor, codes: Tensor, phases: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Return the codes and the scales of a value with the sizes and strides of earlier codes."""
-        scales = BLOCK_SCALES(value, codes, self.signed)
-        return BLOCK_CODES(value, scales, phases, codes, self.bits, self.signed), scales
+    def _encoded(self, value: Tensor, like: Tensor, phases: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Return the codes and the scales of a value, in the layout of ``like``."""
+        scales = BLOCK_SCALES(value, like, self.signed)
+        return BLOCK_CODES(value, scales, phases, like, self.bits, self.signed), scales

@@ -64,8 +64,7 @@ class Exact(ErrorFormat):
         return hi, ULP_PARTS(value, hi.to(torch.float32)), start
 
     def store(self, value: Tensor, hi: Tensor, *inputs: Tensor) -> tuple[Tensor, ...]:
-        _, count, _ = inputs
-        return (*self.split(value, hi.dtype)[:-1], count)
+        return self.store_nearest(value, hi, *inputs)
 
 
 #: Operator of :func:`arithmetic.upper_half`.
