@@ -7,7 +7,7 @@ what a recurrence loses, and Inductor writes ``x * x`` for ``x ** 2``. A number 
 (a learning rate, a bias correction) is an input, a 0-d float64 tensor, and costs no further compilation: Note
 [Numbers that change] in ``numbers.py``. A number for which an operator takes no tensor is *burned in*: it is
 compiled as a constant each time, a few times. Checkpoints tell which numbers have changed, so that a resumed
-run has the same constants.
+run has the same constants: code that has a number as a constant which is seen to change is not called again.
 
 Once sizes change, all sizes are symbols. Whatever was decided by the values of sizes or numbers while the
 graph was traced is checked before each call.
@@ -47,7 +47,7 @@ class Compiled:
         burned_in: positions of numbers that could not be made inputs.
         takes_sizes: whether sizes are inputs.
         holds: checks decisions of the trace against other inputs; None if the trace made none.
-        owner: says when it is stale: when a tensor that it writes without error terms has got some.
+        owners: say when it is stale: its own, and those of the components that it is made of.
         bound: values of the function that the code has as its own tensors.
     """
 
@@ -57,8 +57,13 @@ class Compiled:
     burned_in: frozenset[int]
     takes_sizes: bool
     holds: Callable[[Sequence[Any]], bool] | None
-    owner: CompiledCode
+    owners: tuple[CompiledCode, ...]
     bound: Collection[int] = ()
+
+    @property
+    def is_stale(self) -> bool:
+        """Whether it may not be called again."""
+        return any(owner.is_stale for owner in self.owners)
 
     def fits(self, function: RecordedFunction) -> bool:
         """Return whether the code computes a function."""
@@ -101,7 +106,7 @@ def compiled_for(
         together: facts about components that become one graph.
     """
     numbers = function.numbers
-    bound, shared = ({}, {}) if together is None else (together.bound, together.shared)
+    bound, shared, owners = ({}, {}, ()) if together is None else together[1:]
     burned_in: frozenset[int] = frozenset()
     owner = CompiledCode()
     while True:
@@ -122,4 +127,6 @@ def compiled_for(
             continue
         constants = {i: value for i, value in enumerate(numbers) if shared.get(i, i) not in inputs}
         guard = scope.guard()
-        return Compiled(code, constants, inputs, burned_in, takes_sizes, guard, owner, frozenset(bound))
+        return Compiled(
+            code, constants, inputs, burned_in, takes_sizes, guard, (owner, *owners), frozenset(bound)
+        )

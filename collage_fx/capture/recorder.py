@@ -144,6 +144,7 @@ class Recorder(TorchDispatchMode):
         self._steps = 1 if numbers else 0  # a first step makes lasting state
         self._first_met: dict[Any, int] = {}
         self._compiled: dict[Any, list[Compiled]] = {}
+        self._named: dict[str, list[Compiled]] = {}
         self._at_once: set[Signature] = set()
         self._predicted: dict[Any, tuple[tuple[Any, ...], bool]] = {}
         self._noted: list[tuple[type, TensorWeakRef]] = []
@@ -555,17 +556,16 @@ class Recorder(TorchDispatchMode):
         if key not in self._compiled and self._first_met.setdefault(function.form, self._steps) < self._steps:
             key = function.form
         known = self._compiled.setdefault(key, [])
-        compiled = next((each for each in known if not each.owner.is_stale and each.fits(function)), None)
+        compiled = next((each for each in known if not each.is_stale and each.fits(function)), None)
         if compiled is None:
-            known[:] = [each for each in known if not each.owner.is_stale]
+            known[:] = [each for each in known if not each.is_stale]
             takes_sizes = key is function.form
-            changed = self._changed_in(function, takes_sizes=takes_sizes)
-            compiled = compiled_for(function, self._compile_graph, changed, takes_sizes=takes_sizes)
+            compiled = self._compile(function, takes_sizes=takes_sizes)
             known.insert(0, compiled)
             if len(known) >= BURNED_IN_AGAIN:
                 self._at_once |= function.operators_of(compiled.burned_in)
             compiled(function)
-            if not compiled.owner.is_stale:  # the code is that for tensors with the error terms it gives
+            if not compiled.is_stale:  # the code is that for tensors with the error terms it gives
                 function.look_at(segment, self._kind_of, len(function.inputs))
                 key = function.form if takes_sizes else (function.form, *key[1:])
                 self._compiled.setdefault(key, known)
@@ -575,16 +575,24 @@ class Recorder(TorchDispatchMode):
         function.tensors = []
         return function, compiled
 
-    def _changed_in(self, function: RecordedFunction, *, takes_sizes: bool) -> list[int]:
-        """Note the numbers of a function; return the positions of numbers that have been seen to change.
+    def _compile(self, function: RecordedFunction, *, takes_sizes: bool) -> Compiled:
+        """Compile a function, with the numbers that have been seen to change as inputs, and note its numbers.
 
-        Whether the tensors have error terms by now makes no difference.
+        Code with one of the former as a constant is stale. Whether the tensors have error terms by now makes
+        no difference.
         """
         of_these_sizes, of_any = function.names()
         last = self._numbers.get(of_these_sizes) or self._numbers.get(of_any) or function.numbers
         now = [new if new == old else None for new, old in zip(function.numbers, last, strict=True)]
-        self._numbers |= dict.fromkeys((of_these_sizes, of_any) if takes_sizes else (of_these_sizes,), now)
-        return [i for i, number in enumerate(now) if number is None]
+        names = (of_these_sizes, of_any) if takes_sizes else (of_these_sizes,)
+        self._numbers |= dict.fromkeys(names, now)
+        changed = [i for i, number in enumerate(now) if number is None]
+        compiled = compiled_for(function, self._compile_graph, changed, takes_sizes=takes_sizes)
+        for name in names:
+            for each in (known := self._named.setdefault(name, [])):
+                each.owners[0].is_stale |= not each.constants.keys().isdisjoint(compiled.inputs)
+            known[:] = [*(each for each in known if not each.is_stale), compiled]
+        return compiled
 
     def note(self, kind: type, tensor: Tensor) -> None:
         """Add a part, which threads share, to a tensor's record until the step ends."""

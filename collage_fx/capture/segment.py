@@ -15,6 +15,7 @@ from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import map_aggregate
 
 from collage_fx.capture.signatures import Signature
+from collage_fx.capture.stale_code import CompiledCode
 from collage_fx.errors import UnsupportedTensorError
 from collage_fx.graph import components
 from collage_fx.torch_compat import (
@@ -321,11 +322,13 @@ class Together(NamedTuple):
         segment: the segment.
         bound: values that are attributes of the module, the same tensors in each call.
         shared: position of a number -> position of the first that is always equal to it.
+        owners: say when the code of the components is stale.
     """
 
     segment: Segment
     bound: Mapping[int, Tensor]
     shared: Mapping[int, int]
+    owners: Sequence[CompiledCode]
 
 
 class RecordedFunction:

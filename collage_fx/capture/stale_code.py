@@ -28,7 +28,8 @@ class CompiledCode:
 
     Attributes:
         codes: the code objects of the functions that Dynamo has converted for it, by ``id``.
-        is_stale: whether a tensor that it writes without error terms has got some.
+        is_stale: whether a tensor that it writes without error terms has got some, or one of the numbers that
+            it has as constants has been seen to change.
     """
 
     codes: dict[int, CodeType] = field(default_factory=dict)
