@@ -148,7 +148,7 @@ def second_moment_errors(
 def decay_achieved(
     backend: CollageBackend, *, steps: int = 1000, device: str = "cpu", dtype: torch.dtype = torch.bfloat16
 ) -> float:
-    """Share of float64's weight decay that p = 1 undergoes with gradients of zero, lr 1e-3 and wd 0.1."""
+    """Share of float64's weight decay that p = 1 undergoes, at worst: no gradients, lr 1e-3, wd 0.1."""
 
     def make(parameters: Parameters) -> Optimizer:
         return torch.optim.AdamW(parameters, lr=1e-3, weight_decay=0.1)
@@ -163,5 +163,4 @@ def decay_achieved(
         exact[0].grad = zeros.to(device, torch.float64)
         oracle.step()
     shares = (1 - full_value(rig.parameters[0])) / (1 - exact[0].detach())
-    assert bool((shares == shares[0]).all())
-    return float(shares[0])
+    return float(shares[(shares - 1).abs().argmax()])
