@@ -192,7 +192,9 @@ class _Way:
         own = stored(stores[state.placeholder])
         self.moved = {value for node, value in new.items() if node in parameters and value in made}
         self.others = {value for node, value in new.items() if node not in parameters} - {moment}
-        results = {*map(stored, stores.values()), *graph.output_node().all_input_nodes} - self.moved - {own}
+        written = {store: stored(store) for store in stores.values()}  # some graphs return stores, too
+        returned = (written.get(node, node) for node in graph.output_node().all_input_nodes)
+        results = {*written.values(), *returned} - self.moved - {own}
         self.sources = _made_of(self.moved, up_to={moment, *self.others})
         elsewhere = _made_of(results, up_to=self.moved) - self.moved
         on_the_way = (self.sources - self.others) & made
