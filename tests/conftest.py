@@ -21,6 +21,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--all", action="store_true", help="tests that are slow or of prose, too: see tests/support/slow.py"
     )
     parser.addoption("--third", type=int, default=TODAYS_THIRD, help="of the rotating tests: 0, 1 or 2")
+    parser.addoption("--first-seed", type=int, default=0, help="run the drawn tests alone, from this seed on")
     parser.addoption("--write-slow", action="store_true", help="write slow.txt from the times measured")
 
 
@@ -83,8 +84,20 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     return "mark.gpu" not in collection_path.read_text(encoding="utf-8") or None
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """Draw other members with ``--first-seed``, as many as there are."""
+    if first := metafunc.config.getoption("first_seed"):
+        marks = metafunc.definition.own_markers
+        for i, mark in enumerate(marks):
+            if mark.name == "parametrize" and mark.args[0] == "seed":
+                marks[i] = pytest.mark.parametrize("seed", [first + seed for seed in mark.args[1]]).mark
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    if not config.getoption("markexpr") and not config.getoption("all"):
+    if config.getoption("first_seed"):
+        items[:] = [item for item in items if "seed" in getattr(item, "fixturenames", ())]
+    elif not config.getoption("markexpr") and not config.getoption("all"):
         named = tuple(each for each in config.args if "::" in each)
         is_everything = {Path(each).resolve() for each in config.args} == {Path(__file__).parent}
         in_turn = IN_TURN if is_everything else ()  # so in workers of pytest-xdist, too
