@@ -203,6 +203,8 @@ def drawn_optimizer(draw: random.Random) -> Callable[[], Optimizer]:
     options = {key: draw.choice(values) for key, values in NUMBERS[name].items()}
     options |= {"lr": draw.choice([1e-3, 3e-4, 2.0**-9]), "foreach": draw.choice([False, True])}
     schedule = draw.choice([None, "decays", "cycles"])
+    if schedule is None:
+        options["lr"] = 1e-3  # another than that of an optimizer before is an input, too
 
     def make() -> Optimizer:
         optimizer: Optimizer = getattr(torch.optim, name)(parameters(), **options)
