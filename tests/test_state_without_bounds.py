@@ -206,7 +206,7 @@ def run_preconditioned(
 @pytest.mark.parametrize("strategy", ["light", "plus", "full"])
 def test_what_a_step_makes_and_multiplies_with(strategy: Strategy, seed: int) -> None:
     rng = random.Random(10 * seed + len(strategy))
-    rule = MADE[seed], rng.choice(STATISTICS), rng.choice(WRITES), rng.choice([1, 2, 3])
+    rule = MADE[seed % len(MADE)], rng.choice(STATISTICS), rng.choice(WRITES), rng.choice([1, 2, 3])
     shape, dtype = rng.choice([(8,), (8, 4), (6, 9)]), rng.choice([torch.bfloat16, torch.float16])
     moves = [
         run_preconditioned(rule, shape, each, dtype, options)
