@@ -14,9 +14,10 @@ stores and results together with everything they are computed from:
   from numbers that the step does not change (a scheduled ``lr`` and what follows from it), and tensors made
   of constants.
 * Numbers computed from numbers that the step changes (a step counter's bias correction) are a part of their
-  own, whose results are given to what reads them. So are, together, numbers that are to be computed once
-  (``hoist-scalars``) from numbers that the step does not change. What is left is about elements alone, and
-  may be computed for a piece of the tensors at a time (Note [One call for all tensors]).
+  own, whose results are given to what reads them. So are numbers that are to be computed once
+  (``hoist-scalars``) from numbers that the step does not change, those of one input together: sixty groups
+  with an ``lr`` each are sixty equal parts. What is left is about elements alone, and may be computed for a
+  piece of the tensors at a time (Note [One call for all tensors]).
 
 Soundness. Parts read only inputs that no other part stores, values that they compute themselves, and results
 of parts that have run before; no other tensor is written but the parts' own stores. So any topological order
@@ -47,7 +48,9 @@ from collage_fx.graph import (
     is_copy_to_input,
     is_number,
     once,
+    operands_of,
     placeholders,
+    reached,
     source_of,
     tensor_value,
 )
@@ -119,7 +122,8 @@ def _cut(graph: Graph) -> tuple[dict[Node, int], list[tuple[Node, Node]]]:
     def joined(node: Node) -> Iterator[Any]:
         yield node
         if node in kept:
-            yield once
+            inputs = [each for each in reached([node], operands_of) if each.op == "placeholder"]
+            yield from inputs or [once]
         for operand in node.all_input_nodes:
             if operand in known and (operand not in given or node in scalar):
                 yield operand
