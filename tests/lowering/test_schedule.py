@@ -70,6 +70,19 @@ def test_matrix_products_of_one_shape_are_compiled_once() -> None:
         assert bool(rules) is is_new
 
 
+def test_groups_have_kernels_in_common_whatever_their_learning_rates() -> None:
+    found = []
+    for groups in (3, 12):
+        forget_kernels()
+        params = parameters(shapes=[(4, 3)] * groups)
+        rates = [{"params": [p], "lr": 1e-4 * (i + 1)} for i, p in enumerate(params)]
+        with rules_compiled() as rules:
+            optimizer = torch.optim.AdamW(rates, weight_decay=0.1)
+            run_steps(torch.compile(optimizer.step, backend=CollageBackend()), params, range(2))
+        found.append({rule.key for rule in rules})
+    assert found[0] <= found[1]  # the first rate may be a constant, too
+
+
 def test_optimizers_of_one_parameter_each_share_kernels() -> None:
     """As of a program that steps each parameter in its backward pass."""
     shapes = (4, 3), (5, 2), (6, 6)
