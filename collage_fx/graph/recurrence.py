@@ -8,6 +8,7 @@ piecewise linear update.
 
 from __future__ import annotations
 
+import functools
 import math
 import operator
 from collections.abc import Callable, Mapping
@@ -19,7 +20,7 @@ import sympy
 import torch
 from torch.fx import Node
 
-from collage_fx.graph.nodes import operator_name, tensor_value
+from collage_fx.graph.nodes import has_elements, operator_name
 from collage_fx.graph.operator_facts import facts_of, ignores_values, number_filling, passed_operand
 from collage_fx.graph.program import Kind, Recurrence, Verdict
 from collage_fx.graph.skipping import unless_skipped
@@ -36,14 +37,9 @@ TOLERATED_STALL = Fraction(1, 16)
 LONGEST_EXPRESSION = 400
 
 
-class _Nonlinear:
-    """Marker class for a value that depends on the old value, but not piecewise linearly."""
-
-
-_NONLINEAR = _Nonlinear()
-
-#: Slopes of a value with respect to the old value: empty if it does not depend on the old value.
-Slopes = frozenset[sympy.Expr] | _Nonlinear
+#: Slopes of a value with respect to the old value: empty if it does not depend on the old value, None if it
+#: does, but not piecewise linearly.
+Slopes = frozenset[sympy.Expr] | None
 
 
 def read_recurrence(
@@ -67,9 +63,9 @@ def read_recurrence(
     """
     taken = unless_skipped(placeholder, new_value)
     others = {node: symbol for node, symbol in peers.items() if node not in (new_value, taken)}
-    reader = _Reader(placeholder, taken, symbols, others)
+    reader = _Reader(placeholder, symbols, others)
     slopes = reader.slopes(taken)
-    numbers = () if isinstance(slopes, _Nonlinear) else tuple(sorted(slopes, key=sympy.default_sort_key))
+    numbers = tuple(sorted(slopes or (), key=sympy.default_sort_key))
     kind = Kind.OTHER if reader.depends(taken) and not numbers else _kind(slopes)
     if is_parameter and kind is Kind.MOVING_AVERAGE:
         kind = Kind.ACCUMULATION
@@ -77,7 +73,7 @@ def read_recurrence(
 
 
 def _kind(slopes: Slopes) -> Kind:
-    if isinstance(slopes, _Nonlinear) or len(slopes) > 1:
+    if slopes is None or len(slopes) > 1:
         return Kind.OTHER
     if not slopes:
         return Kind.OVERWRITE
@@ -90,11 +86,8 @@ def _kind(slopes: Slopes) -> Kind:
 class _Reader:
     """Backward walk over a state tensor's update from its store, visiting each node once."""
 
-    def __init__(
-        self, placeholder: Node, new_value: Node, symbols: Mapping[Node, str], peers: Mapping[Node, str]
-    ) -> None:
+    def __init__(self, placeholder: Node, symbols: Mapping[Node, str], peers: Mapping[Node, str]) -> None:
         self.placeholder = placeholder
-        self.new_value = new_value
         self.symbols = symbols
         self.peers = peers
         self._depends: dict[Node, bool] = {}
@@ -105,13 +98,8 @@ class _Reader:
 
     def path(self) -> tuple[Node, ...]:
         """Return the nodes between the tensor's load and its store, in order; call ``depends`` first."""
-        order = {node: i for i, node in enumerate(self.placeholder.graph.nodes)}
-        return tuple(
-            sorted(
-                (n for n, d in self._depends.items() if d and n is not self.placeholder),
-                key=order.__getitem__,
-            )
-        )
+        nodes = self.placeholder.graph.nodes
+        return tuple(node for node in nodes if self._depends.get(node) and node is not self.placeholder)
 
     def depends(self, node: Any) -> bool:
         """Return whether ``node`` is computed from the old value, not by way of another state's new value."""
@@ -189,41 +177,35 @@ class _Reader:
             return self._scaled(args[0], args[1]) if self.depends(args[0]) else self._scaled(args[1], args[0])
         if function is operator.truediv and not self.depends(args[1]):
             return self._scaled(args[0], args[1], inverse=True)
-        if function in (sympy.Max, sympy.Min):
-            return _branches(self.slopes(args[0]), self.slopes(args[1]))
         if packet is aten.where and not self.depends(args[0]):
             return _branches(self.slopes(args[1]), self.slopes(args[2]))
-        if packet in (aten.clamp, aten.clamp_min, aten.clamp_max):
-            slopes: Slopes = frozenset()
-            for value in (*args, *node.kwargs.values()):
-                slopes = _branches(slopes, self.slopes(value))
-            return slopes
-        return _NONLINEAR
+        if function in (sympy.Max, sympy.Min) or packet in (aten.clamp, aten.clamp_min, aten.clamp_max):
+            return functools.reduce(_branches, map(self.slopes, (*args, *node.kwargs.values())))
+        return None
 
     def _scaled(self, value: Any, factor: Any, *, inverse: bool = False) -> Slopes:
         """Return the slopes of ``value * factor`` or ``value / factor``; ``value`` has slopes of its own."""
         if self.depends(factor):
-            return _NONLINEAR
-        coefficient = _exact(factor) if not isinstance(factor, Node) else self._coefficient(factor)
+            return None
+        coefficient = self._coefficient(factor)
         return _map(self.slopes(value), lambda slope: slope / coefficient if inverse else slope * coefficient)
 
-    def _coefficient(self, factor: Node) -> sympy.Expr:
-        """Return a factor that is a node: its expression if it is a single number, otherwise an unknown."""
+    def _coefficient(self, factor: Any) -> sympy.Expr:
+        """Return the expression of a factor that is a single number, otherwise an unknown."""
+        if not isinstance(factor, Node):
+            return _exact(factor)
         if (constant := number_filling(factor)) is not None:
-            return self._coefficient(constant) if isinstance(constant, Node) else _exact(constant)
-        value = tensor_value(factor)
-        if value is None or value.dim() == 0:
-            return self.expression(factor)
-        return sympy.Symbol(factor.name)
+            return self._coefficient(constant)
+        return sympy.Symbol(factor.name) if has_elements(factor) else self.expression(factor)
 
 
 def _map(slopes: Slopes, function: Callable[[sympy.Expr], sympy.Expr]) -> Slopes:
-    return slopes if isinstance(slopes, _Nonlinear) else frozenset(function(slope) for slope in slopes)
+    return None if slopes is None else frozenset(map(function, slopes))
 
 
 def _sum(first: Slopes, second: Slopes) -> Slopes:
-    if isinstance(first, _Nonlinear) or isinstance(second, _Nonlinear):
-        return _NONLINEAR
+    if first is None or second is None:
+        return None
     if not first or not second:
         return first or second
     return frozenset(a + b for a in first for b in second)
@@ -231,9 +213,7 @@ def _sum(first: Slopes, second: Slopes) -> Slopes:
 
 def _branches(first: Slopes, second: Slopes) -> Slopes:
     """Return the slopes of either of two values; a value independent of the old value adds none."""
-    if isinstance(first, _Nonlinear) or isinstance(second, _Nonlinear):
-        return _NONLINEAR
-    return first | second
+    return None if first is None or second is None else first | second
 
 
 def _number(value: Any) -> sympy.Expr:
@@ -302,8 +282,7 @@ def judge(recurrence: Recurrence, fmt: FloatFormat) -> Verdict:
         return _judge_accumulation(recurrence.slopes[0], fmt)
     if not recurrence.slopes:
         return Verdict(
-            True,
-            "depends on its old value nonlinearly, or by way of other state; no bound is known",
+            True, "depends on its old value nonlinearly, or by way of other state; no bound is known"
         )
     verdicts = [_judge_slope(slope, fmt) for slope in recurrence.slopes]
     found = next((verdict for verdict in verdicts if verdict.lossy), verdicts[0])
