@@ -19,7 +19,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from collage_fx.graph import GraphEditor, Kind, Role, StateTensor, StepProgram, is_copy_to_input, placeholders
+from collage_fx.graph import GraphEditor, Kind, Role, StateTensor, StepProgram, placeholders, readers_of
 from collage_fx.numerics import ErrorFormat
 from collage_fx.passes.base import Pass
 
@@ -41,12 +41,7 @@ class DropStale(Pass):
         for state in overwritten:
             fmt = state.error_format
             limits = float(state.format.unit_roundoff), float(state.format.quantum / 2)
-            readers = [
-                (user, auxiliary)
-                for auxiliary in state.auxiliaries
-                for user in auxiliary.users
-                if not is_copy_to_input(user)
-            ]
+            readers = [(user, each) for each in state.auxiliaries for user in readers_of(each)]
             with editor.graph.inserting_before(first_operation):
                 operands = (fmt, *limits, state.placeholder, *state.auxiliaries)
                 current = editor.inline(_current, *operands, elementwise=fmt.is_elementwise)

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from torch.fx import Node
 
-from collage_fx.graph import GraphEditor, StepProgram, has_elements, is_copy_to_input, once, tensor_value
+from collage_fx.graph import GraphEditor, StepProgram, has_elements, once, readers_of, tensor_value
 from collage_fx.passes.base import Pass
 
 
@@ -30,7 +30,7 @@ class HoistScalars(Pass):
         editor = GraphEditor(program.gm, self.name)
         hoisted = 0
         for node in list(editor.graph.nodes):
-            readers = [user for user in node.users if has_elements(user) and not is_copy_to_input(user)]
+            readers = list(filter(has_elements, readers_of(node)))
             if _is_computed_number(node) and readers:
                 with editor.graph.inserting_after(node):
                     kept = editor.call(once, node)
@@ -46,9 +46,6 @@ def _is_computed_number(node: Node) -> bool:
 
     A constant, which has no operands, does not count: it stays in the code.
     """
-    value = tensor_value(node)
     operands = node.all_input_nodes
-    if node.op != "call_function" or value is None or value.dim() > 0 or not operands:
-        return False
-    values = [tensor_value(operand) for operand in operands]
-    return all(operand is None or operand.dim() == 0 for operand in values)
+    is_0d = tensor_value(node) is not None and not has_elements(node)
+    return node.op == "call_function" and is_0d and bool(operands) and not any(map(has_elements, operands))

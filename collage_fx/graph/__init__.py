@@ -7,7 +7,7 @@ from collage_fx.graph.editor import GraphEditor, read_before_overwriting, read_w
 from collage_fx.graph.families import ONCE, Repetition, input_name, repeated_graph
 from collage_fx.graph.feedback import copies_read_by, fed_back, new_value
 from collage_fx.graph.invariants import verify
-from collage_fx.graph.matrices import addends_of, is_unbounded, readers_of
+from collage_fx.graph.matrices import addends_of, is_unbounded
 from collage_fx.graph.new_tensors import results_to_inputs, values_of_weights
 from collage_fx.graph.nodes import (
     PASS_MARK,
@@ -28,6 +28,7 @@ from collage_fx.graph.nodes import (
     operator_of,
     placeholders,
     reached,
+    readers_of,
     statement_of,
     stored,
     tensor_value,

@@ -22,6 +22,7 @@ from collage_fx.graph.nodes import (
     operator_name,
     placeholders,
     prims,
+    readers_of,
     tensor_value,
 )
 from collage_fx.graph.operator_facts import is_pointwise, passed_operand
@@ -80,9 +81,10 @@ class GraphEditor:
         return value
 
     def _run(self, target: Target, args: Any, kwargs: Any) -> Any:
+        assert callable(target), f"{target} is no operator"
         fake_args, fake_kwargs = map_arg((args, kwargs), lambda n: n.meta["val"])
         with self.fake_mode:
-            return _callable(target)(*fake_args, **fake_kwargs)
+            return target(*fake_args, **fake_kwargs)
 
     def convert(self, node: Node, dtype: torch.dtype) -> Node:
         """Return a node's value in ``dtype``: the node itself if it has that dtype, otherwise a cast."""
@@ -195,10 +197,8 @@ def _kind_of_call(target: Target, args: tuple[Any, ...], kwargs: dict[str, Any])
             if not all(type(number) is int for number in numbers):
                 return None
             kind.append((value.dtype, value.device, value.dim(), numbers))
-        elif isinstance(value, torch.dtype):
-            kind.append(value)
         else:
-            kind.append(type(value))
+            kind.append(value if isinstance(value, torch.dtype) else type(value))
     return tuple(kind)
 
 
@@ -206,11 +206,6 @@ def _is_view(value: Any, args: tuple[Any, ...]) -> bool:
     operands = [tensor_value(arg) for arg in args]
     storages = [storage_of(operand) for operand in operands if operand is not None]
     return not isinstance(value, torch.Tensor) or storage_of(value) in storages
-
-
-def _callable(target: Target) -> Callable[..., Any]:
-    assert callable(target), f"{target} is no operator"
-    return target
 
 
 def _readable_name(target: Any, args: tuple[Any, ...]) -> str:
@@ -235,7 +230,7 @@ def read_whole(editor: GraphEditor, hi: Node, auxiliaries: Sequence[Node], fmt: 
 
     If hi is not kept, all other readers read the whole value in the input's dtype.
     """
-    readers = [user for user in hi.users if not is_copy_to_input(user)]
+    readers = readers_of(hi)
     # float32 state may be converted to other dtypes, too.
     loads = [user for user in readers if is_conversion(user) and is_float32_tensor(user)]
     if not (loads if fmt.keeps_hi else readers):
@@ -263,18 +258,18 @@ def read_before_overwriting(editor: GraphEditor) -> None:
     for store in stores:
         destination, source = store.args[:2]
         assert isinstance(destination, Node)
-        if isinstance(source, Node) and _memory_read(source) in overwritten:
+        if isinstance(source, Node) and memory_read(source) in overwritten:
             with editor.graph.inserting_before(stores[0]):
                 store.update_arg(1, _twice_negated(editor, source))
         overwritten.add(destination)
     output = editor.graph.output_node()
     for result in output.all_input_nodes:
-        if result.op != "placeholder" and _memory_read(result) in overwritten:
+        if result.op != "placeholder" and memory_read(result) in overwritten:
             with editor.graph.inserting_before(stores[0]):
                 output.replace_input_with(result, _twice_negated(editor, result))
 
 
-def _memory_read(node: Node) -> Node:
+def memory_read(node: Any) -> Any:
     """Return the node whose memory a compiler may read for a node: copies and views are its operand's."""
     while (operand := passed_operand(node)) is not None:
         node = operand
@@ -283,8 +278,5 @@ def _memory_read(node: Node) -> Node:
 
 def _twice_negated(editor: GraphEditor, node: Node) -> Node:
     """Add ``-(-x)``, in integers for a mask."""
-    value = tensor_value(node)
-    assert value is not None
-    if value.dtype is torch.bool:
-        return editor.call(aten.logical_not.default, editor.call(aten.logical_not.default, node))
-    return editor.call(aten.neg.default, editor.call(aten.neg.default, node))
+    negate = aten.logical_not.default if node.meta["val"].dtype is torch.bool else aten.neg.default
+    return editor.call(negate, editor.call(negate, node))

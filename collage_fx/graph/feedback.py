@@ -24,7 +24,7 @@ from collections.abc import Collection, Sequence
 
 from torch.fx import Node
 
-from collage_fx.graph.nodes import is_copy_to_input, operands_of, reached, unconverted
+from collage_fx.graph.nodes import operands_of, reached, readers_of, unconverted
 from collage_fx.graph.operator_facts import is_movement
 from collage_fx.graph.program import StateTensor
 
@@ -41,7 +41,7 @@ def fed_back(state: StateTensor, others: Sequence[StateTensor]) -> set[Node]:
     from the other state's old value: Note [Kahan's own term].
     """
     value = new_value(state)
-    made_of_it = reached([value], lambda node: [user for user in node.users if not is_copy_to_input(user)])
+    made_of_it = reached([value], readers_of)
     if not made_of_it:
         return set()
     made_from = reached([value], operands_of)

@@ -20,11 +20,11 @@ import torch
 from torch.fx import Node
 
 from collage_fx.graph.nodes import (
-    is_copy_to_input,
     is_number,
     operands_of,
     operator_of,
     reached,
+    readers_of,
     tensor_value,
 )
 from collage_fx.graph.operator_facts import (
@@ -77,11 +77,6 @@ def is_unbounded(state: StateTensor, exact: Collection[Node], moved: Collection[
 def addends_of(state: StateTensor) -> set[Node]:
     """Return the values that a state's new value is a sum of, up to factors that are numbers."""
     return {state.stored, *reached([state.stored], _addends)}
-
-
-def readers_of(node: Node) -> list[Node]:
-    """Return the nodes that read a value, without stores; a relation for :func:`reached`."""
-    return [user for user in node.users if not is_copy_to_input(user)]
 
 
 def _addends(node: Node) -> list[Node]:

@@ -89,11 +89,7 @@ def is_conversion(node: Node) -> bool:
 
 def unconverted(node: Node) -> Node:
     """Return the operand of a cast; any other node unchanged."""
-    if not is_conversion(node):
-        return node
-    source = node.args[0]
-    assert isinstance(source, Node)
-    return source
+    return node.all_input_nodes[0] if is_conversion(node) else node
 
 
 def operator_of(node: Node) -> Any:
@@ -128,6 +124,11 @@ def reached(starts: Iterable[Node], following: Callable[[Node], Iterable[Node]])
 def operands_of(node: Node) -> list[Node]:
     """Return the nodes that a node is computed from; a relation for :func:`reached`."""
     return node.all_input_nodes
+
+
+def readers_of(node: Node) -> list[Node]:
+    """Return the nodes that read a value, without stores; a relation for :func:`reached`."""
+    return [user for user in node.users if not is_copy_to_input(user)]
 
 
 def operator_name(target: Any) -> str:

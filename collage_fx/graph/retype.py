@@ -16,7 +16,14 @@ from torch.fx import Node
 from torch.fx.node import map_arg
 
 from collage_fx.graph.editor import GraphEditor
-from collage_fx.graph.nodes import is_conversion, is_copy_to_input, is_low_precision_tensor, tensor_value
+from collage_fx.graph.nodes import (
+    is_conversion,
+    is_copy_to_input,
+    is_low_precision_tensor,
+    readers_of,
+    stored,
+    tensor_value,
+)
 from collage_fx.graph.operator_facts import filled_on_grid, is_transparent, keeps_grid
 from collage_fx.graph.operators import round_to_storage
 from collage_fx.numerics import UPPER_HALF, is_low_precision, storage_format
@@ -59,13 +66,8 @@ class Retyper:
         if node.op == "output":
             node.args = map_arg(node.args, self._in_storage)
         elif is_copy_to_input(node):
-            destination, source = node.args[:2]
-            assert isinstance(destination, Node)
-            value = tensor_value(destination)
-            assert value is not None
-            assert isinstance(source, Node)
-            stored = self._in_storage(source)
-            node.update_arg(1, self.editor.convert(stored, value.dtype))
+            destination, value = node.all_input_nodes[0], self._in_storage(stored(node))
+            node.update_arg(1, self.editor.convert(value, destination.meta["val"].dtype))
         elif not any(is_low_precision_tensor(n) for n in (node, *node.all_input_nodes)):
             return
         elif is_conversion(node):
@@ -86,11 +88,10 @@ class Retyper:
             value = self.editor.convert(self._in_float32(source), torch.float32)
             self._define(node, value, rounds=not _is_on_grid(source, dtype))
         else:
-            self._replace(node, self.editor.convert(self._in_float32(source), dtype))
+            node.replace_all_uses_with(self.editor.convert(self._in_float32(source), dtype))
 
     def _visit_transparent(self, node: Node) -> None:
-        value = tensor_value(node)
-        low = value is not None and is_low_precision(value.dtype)
+        value, low = tensor_value(node), is_low_precision_tensor(node)
         args, kwargs = node.args, dict(node.kwargs)
         if self.rounding and low and value is not None:
             args, kwargs = filled_on_grid(node, storage_format(value.dtype))
@@ -103,32 +104,21 @@ class Retyper:
         else:
             if value is not None and result.meta["val"].dtype != value.dtype:
                 result = self.editor.convert(result, value.dtype)
-            self._replace(node, result)
+            node.replace_all_uses_with(result)
 
     def _visit_element(self, node: Node) -> None:
         """Visit one result of several: float32 if a transparent operator made it, otherwise unchanged."""
         results, index = node.args
-        value = tensor_value(node)
         assert isinstance(results, Node)
-        assert value is not None
-        if results.meta["val"][index].dtype != value.dtype:
+        if results.meta["val"][index].dtype != node.meta["val"].dtype:
             self._float32[node] = self.editor.call(operator.getitem, results, index)
 
     def _define(self, node: Node, result: Node, *, rounds: bool) -> None:
         """Record ``result`` (float32) as the carrier of the low-precision ``node``."""
-        value = tensor_value(node)
-        assert value is not None
-        if not (self.rounding and rounds):
-            self._float32[node] = result
-        elif all(is_copy_to_input(user) or user.op == "output" for user in node.users):
-            # No other node reads the value: the store itself rounds it.
-            self._float32[node] = result
-        else:
-            self._float32[node] = self.editor.call(round_to_storage, result, value.dtype)
-
-    def _replace(self, node: Node, result: Node) -> None:
-        """Replace ``node`` by ``result``, of the same dtype, in its readers."""
-        node.replace_all_uses_with(result)
+        # A value that no other node reads is rounded by the store itself.
+        if self.rounding and rounds and any(user.op != "output" for user in readers_of(node)):
+            result = self.editor.call(round_to_storage, result, node.meta["val"].dtype)
+        self._float32[node] = result
 
     def _in_float32(self, node: Node) -> Node:
         """Return the float32 carrier of a low-precision node; any other node unchanged."""

@@ -23,7 +23,7 @@ from itertools import takewhile
 import torch
 from torch.fx import Node
 
-from collage_fx.graph.editor import GraphEditor
+from collage_fx.graph.editor import GraphEditor, memory_read
 from collage_fx.graph.nodes import (
     copies_to_inputs,
     has_elements,
@@ -34,7 +34,6 @@ from collage_fx.graph.nodes import (
     tensor_value,
     unconverted,
 )
-from collage_fx.graph.operator_facts import passed_operand
 from collage_fx.graph.program import StateTensor
 from collage_fx.numerics import ErrorFormat
 
@@ -137,10 +136,7 @@ def _skip(placeholder: Node, new_value: Node) -> Skip | None:
     if not isinstance(condition, Node) or placeholder in {condition, *reached([condition], operands_of)}:
         return None
     for kept in (1, 2):
-        branch = new_value.args[kept]
-        while isinstance(branch, Node) and (operand := passed_operand(branch)) is not None:
-            branch = operand
-        if branch is placeholder:
+        if memory_read(new_value.args[kept]) is placeholder:
             changed = new_value.args[3 - kept]
             assert isinstance(changed, Node)
             return Skip(condition, changed, kept)
