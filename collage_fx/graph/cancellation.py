@@ -124,7 +124,7 @@ class _Updates:
         self.weight_sized = self._settle(self._sizes, set())
         sums = [state.placeholder for state in program.states if moves_as_a_parameter(program, state)]
         moved = [self._new[weight] for weight in (*sums, *self._parameters) if weight in self._new]
-        unknown = self._only_read()
+        unknown = {node for node, role in self._roles.items() if role is Role.STATE and node not in self._new}
         updates = {node for node in unknown if any(self._is_update(node, value) for value in moved)}
         known = dict.fromkeys((*self._parameters, *sums, *(unknown - updates)), 1.0)
         self.weights = self._settle(known, updates) - set(sums)
@@ -182,7 +182,7 @@ class _Updates:
             dependent = [each for each in node.all_input_nodes if self._has_inputs(each)]
             if len(dependent) == 1 or is_movement(node):
                 return self._moved(node, dependent)
-        return self._not_linear(node)
+        return ({None: 1.0} if any(map(any, map(self._of, node.all_input_nodes))) else {},)
 
     def _moved(self, node: Node, dependent: Sequence[Node]) -> tuple[Terms, ...]:
         """Return the terms of a linear operation; equal other operands give equal coefficients."""
@@ -191,11 +191,6 @@ class _Updates:
         for i, each in enumerate(dependent):
             total = _sums(total, _scaled(self._of(each), _any_number((node.target, others, i))))
         return total
-
-    def _not_linear(self, node: Node) -> tuple[Terms, ...]:
-        return (
-            {None: 1.0} if any(terms for each in node.all_input_nodes for terms in self._of(each)) else {},
-        )
 
     def _of(self, value: Any) -> tuple[Terms, ...]:
         return self._branches[value] if isinstance(value, Node) else ({},)
@@ -240,10 +235,6 @@ class _Updates:
         return sympy.sympify(function(*map(self._number, node.args)))
 
     # -- how large it is
-
-    def _only_read(self) -> set[Node]:
-        """Return the state that the step does not write."""
-        return {node for node, role in self._roles.items() if role is Role.STATE and node not in self._new}
 
     def _is_update(self, node: Node, new_weight: Node) -> bool:
         """Return whether a tensor moves a weight by less than half of its own size, as a gradient does."""

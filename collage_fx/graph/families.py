@@ -13,10 +13,8 @@ from torch.fx import Graph, GraphModule, Node, map_arg
 from collage_fx.graph.nodes import is_copy_to_input, placeholders, tensor_value
 from collage_fx.torch_compat import fake_like, pytree, storage_of
 
-#: ``(family, member)``; ``(None, 0)`` for operations common to all families.
-FamilyMember = tuple[int | None, int]
-
-ONCE: FamilyMember = (None, 0)
+#: ``(family, member)`` of operations common to all families.
+ONCE: tuple[int | None, int] = (None, 0)
 
 
 @dataclass(frozen=True)
