@@ -65,30 +65,25 @@ class Analyze(Pass):
 
     def run(self, program: StepProgram) -> str:
         graph = program.gm.graph
-        inputs = placeholders(graph)
+        infos = dict(zip(placeholders(graph), program.inputs, strict=True))
         stores = copies_to_inputs(graph)
-        symbols = {node: info.symbol for node, info in zip(inputs, program.inputs, strict=True)}
+        symbols = {node: info.symbol for node, info in infos.items()}
         new_values: dict[Node, str] = {}
-        new = {node for node, info in zip(inputs, program.inputs, strict=True) if info.role is Role.NEW}
         for placeholder, store in stores.items():
-            if placeholder in new:
+            if infos[placeholder].role is Role.NEW:
                 continue  # a new tensor's value is no other state's old value
             for value in (stored(store), unless_skipped(placeholder, stored(store))):
                 new_values.setdefault(value, f"{symbols[placeholder]}'")
-        kept_up = [node for i, node in enumerate(inputs) if i in program.already_compensated]
-        parameters = [
-            node
-            for node, info in zip(inputs, program.inputs, strict=True)
-            if info.role is Role.PARAMETER and is_low_precision_tensor(node)
-        ]
+        kept_up = [node for i, node in enumerate(infos) if i in program.already_compensated]
+        parameters = [node for node, info in infos.items() if info.role is Role.PARAMETER]
+        parameters = list(filter(is_low_precision_tensor, parameters))
         read = dict.fromkeys(node for node in (*kept_up, *parameters) if node not in stores)
         flow = _Flow(graph, stores, [*read])
         float32 = _float32_states(program) if program.takes_float32 else set[Node]()
+        updated = {node for node in stores if is_low_precision_tensor(node) or node in float32}
         program.states = []
-        for position, (placeholder, info) in enumerate(zip(inputs, program.inputs, strict=True)):
-            if placeholder not in stores:
-                continue
-            if not (is_low_precision_tensor(placeholder) or placeholder in float32):
+        for position, (placeholder, info) in enumerate(infos.items()):
+            if placeholder not in updated:
                 continue
             store, is_parameter = stores[placeholder], info.role is Role.PARAMETER
             of = partial(read_recurrence, placeholder, stored(store), symbols, is_parameter=is_parameter)
@@ -106,17 +101,12 @@ class Analyze(Pass):
                 found = (each for each, _ in others)
                 recurrence = max(found, key=lambda each: judge(each, fmt).lossy, default=recurrence)
             verdict = judge(recurrence, fmt)
-            made = StateTensor(placeholder, position, info, store, recurrence, verdict)
-            made.replaces_terms = keeps_terms
+            made = StateTensor(placeholder, position, info, store, recurrence, verdict, keeps_terms)
             program.states.append(made)
         find_cancellation(program)
-        exact = [
-            node
-            for i, (node, info) in enumerate(zip(inputs, program.inputs, strict=True))
-            if info.role is Role.GRADIENT and node not in stores and i not in program.already_compensated
-        ]
-        paths = (each.recurrence.path for each in program.states if each.info.role is Role.PARAMETER)
-        moved = {node for path in paths for node in path}
+        gradients = {node for node, info in infos.items() if info.role is Role.GRADIENT}
+        exact = gradients.difference(stores, kept_up)
+        moved = {node for parameter in program.parameters for node in parameter.recurrence.path}
         for state in program.states:
             state.is_unbounded = is_unbounded(state, exact, moved)
             selected, state.selection = _select(program, state, flow)
@@ -128,26 +118,27 @@ class Analyze(Pass):
         for state in program.states:
             if state.is_float32:
                 continue
-            if not _is_overwritten_parameter(state):
-                if state.info.role is not Role.STATE or state.compensated or program.strategy == "none":
-                    continue
-                if _stored(state) in whole:
-                    _compensate(program, state, "a copy of a tensor with error terms")
-                elif state.recurrence.kind is Kind.OVERWRITE and any(
-                    _is_set_to(program, state, source, symbols)
-                    for source in dict.fromkeys((*sources, *parameters))
-                    if flow.is_read(source, state.placeholder)
-                ):
-                    _compensate(program, state, "set to the value of a tensor with error terms")
-                continue
-            if _is_computed_from(sources, state, flow):
+            is_parameter = _is_overwritten_parameter(state)
+            if is_parameter and any(flow.is_read(source, state.placeholder) for source in sources):
                 _compensate(program, state, "computed from state that is compensated")
-            elif program.strategy != "none" and _is_computed_from_float32(state):
+            elif program.strategy == "none":
+                continue
+            elif is_parameter and _is_computed_from_float32(state):
                 _compensate(program, state, "computed from float32 values, as from master weights")
-            elif program.is_recorded and program.strategy != "none":
+            elif is_parameter and program.is_recorded:
                 _compensate(program, state, "a parameter, in a part of a recorded step")
                 if _is_made_of_bits(state):
                     state.refusal, state.remedy = ROUNDED_BITS
+            elif state.info.role is not Role.STATE or state.compensated:
+                continue
+            elif _stored(state) in whole:
+                _compensate(program, state, "a copy of a tensor with error terms")
+            elif state.recurrence.kind is Kind.OVERWRITE and any(
+                _is_set_to(program, state, source, symbols)
+                for source in dict.fromkeys((*sources, *parameters))
+                if flow.is_read(source, state.placeholder)
+            ):
+                _compensate(program, state, "set to the value of a tensor with error terms")
         for state in program.compensated:
             if _is_rounded_in_bits(state):
                 state.refusal, state.remedy = ROUNDED_BITS
@@ -279,7 +270,9 @@ def _select(program: StepProgram, state: StateTensor, flow: _Flow) -> tuple[bool
         return True, f"{program.strategy}: it accumulates numbers of either sign, as a parameter does"
     if spoils_an_update(state):
         return True, f"{program.strategy}: an update is a small difference between it and a parameter"
-    if any(_is_copied_into(other, state) for other in program.states):
+    # Such a state (Lookahead's slow weights) is a parameter itself, however fast it decays towards another: a
+    # rounding error that is small relative to an average can be large relative to a parameter's update.
+    if any(_stored(parameter) is _stored(state) for parameter in program.parameters):
         return True, f"{program.strategy}: a parameter is overwritten with it"
     if state.verdict.lossy and any(_determines(state, other, flow) for other in program.states):
         return True, f"{program.strategy}: a parameter is overwritten with a value computed from it"
@@ -291,8 +284,7 @@ def _moves_a_parameter(program: StepProgram, state: StateTensor) -> bool:
     if program.is_recorded or state.info.role is not Role.STATE:
         return False
     new = sympy.Symbol(f"{state.info.symbol}'")
-    parameters = (each for each in program.states if each.info.role is Role.PARAMETER)
-    coefficients = (sympy.diff(each.recurrence.expression, new) for each in parameters)
+    coefficients = (sympy.diff(each.recurrence.expression, new) for each in program.parameters)
     return any(each.is_number and abs(each) >= 0.5 for each in coefficients)
 
 
@@ -370,10 +362,6 @@ def _gives_integers(node: Node) -> bool:
     return value is not None and not value.dtype.is_floating_point
 
 
-def _is_computed_from(sources: Sequence[Node], target: StateTensor, flow: _Flow) -> bool:
-    return any(flow.is_read(source, target.placeholder) for source in sources)
-
-
 def _is_computed_from_float32(target: StateTensor) -> bool:
     """Return whether a new value is computed from float32 inputs other than numbers."""
     last = _stored(target)
@@ -384,16 +372,7 @@ def _is_computed_from_float32(target: StateTensor) -> bool:
 
 def _determines(state: StateTensor, other: StateTensor, flow: _Flow) -> bool:
     """Return whether ``other`` is a parameter without memory of its own, computed from ``state``."""
-    return _is_overwritten_parameter(other) and _is_computed_from([state.placeholder], other, flow)
-
-
-def _is_copied_into(parameter: StateTensor, state: StateTensor) -> bool:
-    """Return whether the new value of ``state`` is stored into a parameter too, as with Lookahead.
-
-    Such a state (Lookahead's slow weights) is a parameter itself, however fast it decays towards another: a
-    rounding error that is small relative to a moving average can be large relative to a parameter's update.
-    """
-    return parameter.info.role is Role.PARAMETER and _stored(parameter) is _stored(state)
+    return _is_overwritten_parameter(other) and flow.is_read(state.placeholder, other.placeholder)
 
 
 def _stored(state: StateTensor) -> Node:
@@ -406,8 +385,7 @@ def _stored(state: StateTensor) -> Node:
 def _select_gradient(program: StepProgram, state: StateTensor, flow: _Flow) -> tuple[bool, str]:
     """Return whether a gradient is state because gradients accumulate in it, and why."""
     accumulates = state.recurrence.slopes == (1,) and all(map(_adds_or_passes, state.recurrence.path))
-    parameters = [s.placeholder for s in program.states if s.info.role is Role.PARAMETER]
-    if accumulates and not any(flow.is_read(p, state.placeholder) for p in parameters):
+    if accumulates and not any(flow.is_read(p.placeholder, state.placeholder) for p in program.parameters):
         return True, "gradients accumulate in it"
     return False, "a gradient, computed anew for every step"
 

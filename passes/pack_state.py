@@ -121,9 +121,8 @@ def _why_not(program: StepProgram, state: StateTensor, fmt: ErrorFormat, divided
         return "it accumulates numbers of either sign"
     value = new_value(state)
     made_of = {value, *reached([value], operands_of)}
-    for other in program.states:
-        if other.info.role is Role.PARAMETER and new_value(other) in made_of:
-            return "it is computed from a parameter's new value"
+    if any(new_value(parameter) in made_of for parameter in program.parameters):
+        return "it is computed from a parameter's new value"
     if state.is_unbounded:
         return "no bound is known for what its rounding does"
     if state.is_weight_sized or state.amplification > 1:
@@ -133,11 +132,8 @@ def _why_not(program: StepProgram, state: StateTensor, fmt: ErrorFormat, divided
 
 def _is_given_to_a_parameter(program: StepProgram, placeholder: Node) -> bool:
     """Return whether a parameter is overwritten with a value computed from an input."""
-    for other in program.states:
-        is_overwritten = other.info.role is Role.PARAMETER and other.recurrence.kind is Kind.OVERWRITE
-        if is_overwritten and placeholder in {other.stored, *reached([other.stored], operands_of)}:
-            return True
-    return False
+    overwritten = (each.stored for each in program.parameters if each.recurrence.kind is Kind.OVERWRITE)
+    return any(placeholder in {value, *reached([value], operands_of)} for value in overwritten)
 
 
 def _slopes(state: StateTensor) -> tuple[Expr, ...]:

@@ -62,14 +62,14 @@ class Widen(Pass):
 
 def _products_of_state(program: StepProgram) -> set[Node]:
     """Return the low-precision matrix products of Note [Products in float32]."""
+    graph = program.gm.graph
     products = {
-        node
-        for node in program.gm.graph.nodes
-        if is_matrix_product(node.target) and is_low_precision_tensor(node)
+        node for node in filter(is_low_precision_tensor, graph.nodes) if is_matrix_product(node.target)
     }
     if not products:
         return products
     sources = [read.placeholder for read in program.reads if read.info.role is Role.STATE]
+    weights = [read.placeholder for read in program.reads if read.info.role is Role.PARAMETER]
     found = set[Node]()
     for state in program.states:
         if state.is_unbounded and not state.is_weight_sized:
@@ -77,17 +77,8 @@ def _products_of_state(program: StepProgram) -> set[Node]:
             found |= addends_of(state)
             if state.recurrence.kind is Kind.OVERWRITE:
                 found |= reached([state.stored], operands_of)
-    weights = [each.placeholder for each in program.reads if each.info.role is Role.PARAMETER]
-    are_weights = (
-        each for each in program.states if each.info.role is Role.PARAMETER or each.is_weight_sized
-    )
-    weights += [each.placeholder for each in are_weights]
-    found |= reached(weights, readers_of) & reached(_float32_results(program), operands_of)
+        if state.is_weight_sized or state.info.role is Role.PARAMETER:
+            weights.append(state.placeholder)
+    results = [*map(stored, copies_to_inputs(graph).values()), *graph.output_node().all_input_nodes]
+    found |= reached(weights, readers_of) & reached(filter(is_float32_tensor, results), operands_of)
     return (found | reached(sources, readers_of)) & products
-
-
-def _float32_results(program: StepProgram) -> list[Node]:
-    """Return the float32 values that the graph stores or returns."""
-    graph = program.gm.graph
-    kept = [*map(stored, copies_to_inputs(graph).values()), *graph.output_node().all_input_nodes]
-    return list(filter(is_float32_tensor, kept))

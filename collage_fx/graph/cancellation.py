@@ -182,7 +182,8 @@ class _Updates:
             dependent = [each for each in node.all_input_nodes if self._has_inputs(each)]
             if len(dependent) == 1 or is_movement(node):
                 return self._moved(node, dependent)
-        return ({None: 1.0} if any(map(any, map(self._of, node.all_input_nodes))) else {},)
+        is_dependent = any(any(self._of(each)) for each in node.all_input_nodes)
+        return ({None: 1.0} if is_dependent else {},)
 
     def _moved(self, node: Node, dependent: Sequence[Node]) -> tuple[Terms, ...]:
         """Return the terms of a linear operation; equal other operands give equal coefficients."""

@@ -306,6 +306,11 @@ class StepProgram:
         return self.strategy != "none" and not self.is_recorded
 
     @property
+    def parameters(self) -> list[StateTensor]:
+        """State tensors that are parameters."""
+        return [state for state in self.states if state.info.role is Role.PARAMETER]
+
+    @property
     def compensated(self) -> list[StateTensor]:
         return [state for state in self.states if state.compensated]
 

@@ -134,8 +134,7 @@ def moves_as_a_parameter(program: StepProgram, state: StateTensor) -> bool:
     if not is_sum or program.is_recorded or state.placeholder in _stay_positive(program):
         return False
     made_of = reached([new_value(state)], operands_of)
-    parameters = (each for each in program.states if each.info.role is Role.PARAMETER)
-    return not any(new_value(parameter) in made_of for parameter in parameters)
+    return not any(new_value(parameter) in made_of for parameter in program.parameters)
 
 
 def _factors_of(value: Any) -> Iterator[Any]:
