@@ -187,9 +187,7 @@ class _PathRewriter:
             state.refusal = (
                 f"{stored.name} ({stored.target}) has no double-word algorithm; its error term stays zero"
             )
-        hi, lo = (
-            self.words[stored] if stored in self.words else self.words[self._split(self.unrounded(stored))]
-        )
+        hi, lo = self.words[stored] if stored in self.words else self._parts(self.unrounded(stored))
         state.store.update_arg(1, hi)
         self.editor.store(state.auxiliaries[0], *self.editor.inline(arithmetic.finite_or_zero, lo, hi))
 
@@ -278,10 +276,12 @@ class _PathRewriter:
         base, increment = self.increments[node]
         return self.editor.inline(_sum_of_joined, *base, *increment)[0]
 
+    def _parts(self, wide: Node) -> Word:
+        value = self.editor.convert(wide, torch.float32)
+        return self.inline(arithmetic.split, value, self.dtype, self.dtype)
+
     def _split(self, wide: Node) -> Node:
-        return self._defined(
-            self.inline(arithmetic.split, self.editor.convert(wide, torch.float32), self.dtype, self.dtype)
-        )
+        return self._defined(self._parts(wide))
 
     def _defined(self, word: Word) -> Node:
         self.words[word[0]] = word
@@ -306,9 +306,7 @@ class _PathRewriter:
         tensor = tensor_value(value)
         if tensor is None or tensor.dtype == self.dtype:
             return None if tensor is None else value
-        return self.inline(
-            arithmetic.split, self.editor.convert(value, torch.float32), self.dtype, self.dtype
-        )
+        return self._parts(value)
 
     def sum(self, x: Any, y: Any) -> Word | None:
         first, second = self.operand(self._term(x)), self.operand(self._term(y))

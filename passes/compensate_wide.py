@@ -114,8 +114,7 @@ def _refuse_lost_value(program: StepProgram, state: StateTensor, order: Mapping[
         if is_copy_to_input(node):
             continue
         if is_conversion(node):
-            reads_it = not (whole | sources).isdisjoint(node.all_input_nodes)
-            if reads_it:
+            if not (whole | sources).isdisjoint(node.all_input_nodes):
                 (rounded if is_low_precision_tensor(node) else whole).add(node)
         elif not rounded.isdisjoint(node.all_input_nodes):
             opaque = opaque or (node if node in path else None)
@@ -132,10 +131,11 @@ def _store_expansion(editor: GraphEditor, state: StateTensor, own_term: Collecti
     fmt, value = state.error_format, new_value(state)
     readers = [user for user in value.users if user in own_term]
     with editor.graph.inserting_before(value.next if readers else state.store):
-        opaque = _rounded_on_the_way(value)
-        if opaque is not None and state.compensated and state.depends_on_old_value:
+        source = unconverted(value)
+        is_rounded = source.op == "call_function" and is_low_precision_tensor(source)  # for good
+        if is_rounded and state.compensated and state.depends_on_old_value:
             state.refusal = (
-                f"{opaque.name} ({operator_of(opaque)}) returns its result rounded to {state.format.name}"
+                f"{source.name} ({operator_of(source)}) returns its result rounded to {state.format.name}"
             )
         exact = editor.convert(value, torch.float32)
         before = (state.placeholder, *state.added_inputs)
@@ -152,9 +152,3 @@ def _store_expansion(editor: GraphEditor, state: StateTensor, own_term: Collecti
         state.store.update_arg(1, hi)
         for placeholder, auxiliary in zip(state.written, auxiliaries, strict=False):
             editor.store(placeholder, auxiliary)
-
-
-def _rounded_on_the_way(value: Node) -> Node | None:
-    """Return the operator that computed ``value`` in the storage dtype, if any: it rounds for good."""
-    source = unconverted(value)
-    return source if source.op == "call_function" and is_low_precision_tensor(source) else None
