@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 from torch.utils.weak import TensorWeakRef, WeakTensorKeyDictionary
 
 from collage_fx.errors import InvalidOptionError
-from collage_fx.graph import InputInfo, Role, StateTensor, StepProgram
+from collage_fx.graph import InputInfo, Role, StepProgram
 from collage_fx.metrics.quality import MeasuredTensor, Metrics, UpdateQuality
 from collage_fx.metrics.rows import ROW, SUMS, Sampled, rows_of
 from collage_fx.metrics.samples import observers
@@ -240,12 +240,6 @@ class MeasuredInput:
     device: torch.device
     sharding: Sharding | None
 
-    @classmethod
-    def of(cls, state: StateTensor, index: int, info: InputInfo) -> MeasuredInput:
-        """Return the measured input of a state tensor."""
-        sharding = None if info.tensor is None else sharding_of(info.tensor)
-        return cls(index, info, int(state.value.numel()), state.value.dtype, state.value.device, sharding)
-
 
 @boxed_call
 class MeteredStep:
@@ -267,18 +261,22 @@ class MeteredStep:
         self.clock = meter.clock(subject)
         self.step = step
         self.observers = observers(program, reference)
-        inputs = [
-            MeasuredInput.of(state, index, program.infos[index])
-            for observer in self.observers
-            for each in observer.instances
-            for state, index in zip(observer.states, each.measured, strict=True)
-        ]
-        # Without tensors: snapshots must not keep them alive.
-        self.inputs = [replace(each, info=replace(each.info, tensor=None)) for each in inputs]
-        self.devices = {each.device for each in inputs}
-        bound = [each.info.tensor for each in inputs if each.info.bound and each.info.tensor is not None]
+        self.inputs = []
+        bound = []
+        for observer in self.observers:
+            for each in observer.instances:
+                for state, index in zip(observer.states, each.measured, strict=True):
+                    info, value = program.infos[index], state.value
+                    sharding = None if info.tensor is None else sharding_of(info.tensor)
+                    if info.bound and info.tensor is not None:
+                        bound.append(info.tensor)
+                    info = replace(info, tensor=None)  # snapshots must not keep it alive
+                    numel = int(value.numel())
+                    measured = MeasuredInput(index, info, numel, value.dtype, value.device, sharding)
+                    self.inputs.append(measured)
+        self.devices = {each.device for each in self.inputs}
         self.keys = tuple(map(id, bound))
-        self.identities = self._identities(bound) if len(bound) == len(inputs) else None
+        self.identities = self._identities(bound) if len(bound) == len(self.inputs) else None
 
     def __call__(self, arguments: list[Any], present: Present | None = None) -> Any:
         if any(map(is_captured, self.devices)):

@@ -95,11 +95,8 @@ class _Instance:
 
     def __init__(self, program: StepProgram, states: Sequence[StateTensor], instance: int) -> None:
         repetition = program.repetition
-        positions = [
-            i
-            for i, owner in enumerate(repetition.owners)
-            if owner in (None, repetition.owners[states[0].position])
-        ]
+        own = (None, repetition.owners[states[0].position])
+        positions = [i for i, owner in enumerate(repetition.owners) if owner in own]
         self._index = {i: repetition.input_of(i, instance) for i in positions}
         self._terms = {
             # A tensor without error terms is read with zeros; a packed one is nothing but its auxiliaries.
@@ -232,9 +229,8 @@ class _Whole:
 
     def sampled(self, wanted: Sequence[tuple[Node, StateTensor]]) -> SampledGraph:
         """Return the graph of samples of some nodes."""
-        return _Sampling(
-            self._gm, self._sources, [(node, _Sample.of(state)) for node, state in wanted]
-        ).graph()
+        samples = [(node, _Sample(state.value.shape, state.value.device)) for node, state in wanted]
+        return _Sampling(self._gm, self._sources, samples).graph()
 
 
 class _Sample(NamedTuple):
@@ -242,10 +238,6 @@ class _Sample(NamedTuple):
 
     shape: torch.Size
     device: torch.device
-
-    @classmethod
-    def of(cls, state: StateTensor) -> _Sample:
-        return cls(state.value.shape, state.value.device)
 
     def has(self, value: Tensor | None) -> bool:
         """Return whether a value has this shape."""

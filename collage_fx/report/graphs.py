@@ -20,6 +20,7 @@ from collage_fx.graph import (
     Route,
     StepProgram,
     copy_of,
+    placeholders,
     repeated_graph,
     results_to_inputs,
 )
@@ -205,12 +206,10 @@ class GraphReport:
 
     def _input_names(self) -> dict[str, str]:
         """Map graph inputs to their names in recurrences: ``p``, and ``p.lo`` for an error term."""
-        symbols = (
-            {}
-            if self.program is None
-            else dict(zip(self.before.graph.find_nodes(op="placeholder"), self.program.inputs, strict=True))
-        )
-        names = {node.name: info.symbol for node, info in symbols.items()}
+        names: dict[str, str] = {}
+        if self.program is not None:
+            inputs = zip(placeholders(self.before.graph), self.program.inputs, strict=True)
+            names = {node.name: info.symbol for node, info in inputs}
         for row in self.tensors:
             hi, *errors = row.inputs
             names.update({error: f"{names[hi]}{error.removeprefix(hi)}" for error in errors})

@@ -175,25 +175,20 @@ class Audit:
     @property
     def verdict(self) -> str:
         """Verdict as a sentence."""
-        bad = [
-            f"{schedule}: {each.outcome}" for schedule, each in self.measured.items() if not _is_good(each)
-        ]
-        if all(each.outcome == NOTHING_TO_COMPARE for each in self.measured.values()):
-            return f"none, because {next(iter(self.measured.values())).reason}"
+        every = list(self.measured.values())
+        bad = [f"{name}: {each.outcome}" for name, each in self.measured.items() if not _is_good(each)]
+        if all(each.outcome == NOTHING_TO_COMPARE for each in every):
+            return f"none, because {every[0].reason}"
         if bad:
             return f"not precise ({'; '.join(bad)})"
-        if all(each.outcome == PACKED for each in self.measured.values()):
-            errors = ((each.error, each.single) for each in self.measured.values())
+        if all(each.outcome == PACKED for each in every):
+            errors = ((each.error, each.single) for each in every)
             known = [(error, single) for error, single in errors if error is not None and single is not None]
             if not known:
                 return "packed; there is no float64 run to compare with"
             error, single = max(known)
             return f"packed: the error is {error:.2g} at most, where that of float32 state is {single:.2g}"
-        gains = [
-            each.plain / each.error
-            for each in self.measured.values()
-            if each.plain and each.error is not None
-        ]
+        gains = [each.plain / each.error for each in every if each.plain and each.error is not None]
         if not gains:
             return "compensated; there is no float64 run to compare with"
         return f"precise: the error of plain low precision is {min(gains):.3g} times as large"
