@@ -18,6 +18,7 @@ import subprocess
 import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from tabulate import tabulate
@@ -167,47 +168,42 @@ def _description(device: str) -> str:
 
 
 def self_test(device: str, dtype: torch.dtype) -> Finding:
-    """Test whether roundings survive on a device; an unsupported device is not tested."""
-    refused = device_facts(torch.device(device)).refused
-    if not refused:
-        return roundings_survive(device, dtype)
-    told = f"not supported: steps on it are refused; supported are {', '.join(SUPPORTED)}. {refused}"
-    return Finding(device, str(dtype).removeprefix("torch."), ok=True, detail=told, is_supported=False)
-
-
-def roundings_survive(device: str, dtype: torch.dtype) -> Finding:
-    """Compile some steps of SGD and compare them with eager arithmetic.
+    """Compile some steps of SGD and compare them with eager arithmetic, if the device is supported.
 
     Two error formats are tested. ``mcf`` (pairs) shows whether the compiler drops a rounding; ``exact``
     (whole float32 numbers) must give the same values as float32 weights.
     """
+    finding = partial(Finding, device, str(dtype).removeprefix("torch."))
+    if refused := device_facts(torch.device(device)).refused:
+        told = f"not supported: steps on it are refused; supported are {', '.join(SUPPORTED)}. {refused}"
+        return finding(ok=True, detail=told, is_supported=False)
     generator = torch.Generator().manual_seed(0)
     weights, gradients = torch.randn(2, ELEMENTS, generator=generator).to(dtype)
-    name = str(dtype).removeprefix("torch.")
     try:
         p, slow = _compiled_steps(weights.to(device), gradients.to(device), "mcf")
         whole, _ = _compiled_steps(weights.to(device), gradients.to(device), "exact")
     except Exception as error:  # any exception of compiler, driver, ... is a finding
         reason = next((line for line in str(error).splitlines() if line.strip()), "")
-        return Finding(device, name, False, f"the step does not run: {type(error).__name__}: {reason}")
+        return finding(False, f"the step does not run: {type(error).__name__}: {reason}")
     compiled, expected = (p.detach(), *error_terms(p)), _eager_steps(weights, gradients)
     different = sum(
         int((one.cpu().view(torch.int16) != other.view(torch.int16)).sum())
         for one, other in zip(compiled, expected, strict=True)
     )
-    off = full_value(whole).cpu() - _float32_steps(weights, gradients)
+    float32 = weights.float()
+    for _ in range(STEPS):
+        float32 = float32 - gradients.float() * LEARNING_RATE
+    off = full_value(whole).cpu() - float32
     tolerated = float(STEPS * ERROR_FORMATS["exact"].error_bound(dtype).absolute)
     different += int((off.abs() > tolerated).sum())
     if not compiled[1].any():
-        return Finding(device, name, False, "every error term is zero: the compiler has dropped the rounding")
+        return finding(False, "every error term is zero: the compiler has dropped the rounding")
     if different:
-        return Finding(
-            device, name, False, f"{different} of {3 * ELEMENTS} results differ from eager results"
-        )
+        return finding(False, f"{different} of {3 * ELEMENTS} results differ from eager results")
     if slow:
-        return Finding(device, name, True, slow, is_slow=True)
+        return finding(True, slow, is_slow=True)
     kept = int((expected[1] != 0).sum())
-    return Finding(device, name, True, f"{kept} of {ELEMENTS} weights hold bits in their error terms")
+    return finding(True, f"{kept} of {ELEMENTS} weights hold bits in their error terms")
 
 
 def _compiled_steps(weights: Tensor, gradients: Tensor, error_format: ErrorFormatName) -> tuple[Tensor, str]:
@@ -222,13 +218,6 @@ def _compiled_steps(weights: Tensor, gradients: Tensor, error_format: ErrorForma
             step()
     (route,) = (graph.route for graph in backend.report().graphs)
     return p, route.sentence() if route.unit == "operation by operation" else ""
-
-
-def _float32_steps(weights: Tensor, gradients: Tensor) -> Tensor:
-    value = weights.float()
-    for _ in range(STEPS):
-        value = value - gradients.float() * LEARNING_RATE
-    return value
 
 
 def _eager_steps(weights: Tensor, gradients: Tensor) -> tuple[Tensor, Tensor]:
