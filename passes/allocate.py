@@ -19,7 +19,6 @@ from collage_fx.graph import (
     StepProgram,
     is_low_precision_tensor,
     placeholders,
-    tensor_value,
 )
 from collage_fx.numerics import AuxiliarySpec
 from collage_fx.passes.base import Pass
@@ -46,8 +45,7 @@ class Allocate(Pass):
         last = placeholders(editor.graph)[-1]
         program.reads = list(_reads(program)) if program.arithmetic == "wide" else []
         for state in program.expansions:
-            hi = tensor_value(state.placeholder)
-            assert hi is not None
+            hi = state.placeholder.meta["val"]
             specs = list(state.error_format.auxiliaries(hi))
             added = []
             is_dithered = state.error_format.is_dithered
@@ -66,9 +64,8 @@ class Allocate(Pass):
 
 
 def _reads(program: StepProgram) -> Iterator[ReadExpansion]:
-    mutated = {state.position for state in program.states}
+    whole = program.already_compensated | program.may_get_terms
+    read = whole.difference(state.position for state in program.states)
     for position, node in enumerate(placeholders(program.gm.graph)):
-        whole = program.already_compensated | program.may_get_terms
-        is_read = position in whole and position not in mutated
-        if is_read and is_low_precision_tensor(node):
+        if position in read and is_low_precision_tensor(node):
             yield ReadExpansion(node, position, program.inputs[position], program.error_format)

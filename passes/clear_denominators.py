@@ -27,8 +27,14 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from collage_fx.graph import GraphEditor, StepProgram, has_elements, is_conversion, tensor_value
-from collage_fx.numerics import is_low_precision
+from collage_fx.graph import (
+    GraphEditor,
+    StepProgram,
+    has_elements,
+    is_conversion,
+    is_low_precision_tensor,
+    tensor_value,
+)
 from collage_fx.passes.base import Pass
 
 aten = torch.ops.aten
@@ -131,11 +137,9 @@ class _Reader:
             factors: Factors = Counter() if abs(value) == 1 else Counter([abs(value)])
             return _Scaled(numerators=factors, is_negative=math.copysign(1, value) < 0)
         if value not in self._read:
-            self._read[value] = self._operation(value) or self._whole(value)
+            whole = _Scaled(core=value) if has_elements(value) else _Scaled(numerators=Counter([value]))
+            self._read[value] = self._operation(value) or whole
         return self._read[value]
-
-    def _whole(self, node: Node) -> _Scaled:
-        return _Scaled(core=node) if has_elements(node) else _Scaled(numerators=Counter([node]))
 
     def _operation(self, node: Node) -> _Scaled | None:
         """Return the core and the factors of an operation with a number; None for other operations."""
@@ -209,9 +213,7 @@ def _in_float32(editor: GraphEditor, node: Any) -> Node:
 
 
 def _float32_or_wider(node: Any) -> torch.dtype:
-    value = tensor_value(node)
-    assert value is not None
-    return torch.float32 if is_low_precision(value.dtype) else value.dtype
+    return torch.float32 if is_low_precision_tensor(node) else node.meta["val"].dtype
 
 
 def _are_computed(factors: Factors) -> bool:
@@ -221,10 +223,8 @@ def _are_computed(factors: Factors) -> bool:
 
 def _is_widened(conversion: Node) -> bool:
     """Return whether a conversion is from a 16-bit format to a wider format, which holds all its values."""
-    source, target = (tensor_value(value) for value in (conversion.args[0], conversion))
-    assert source is not None
-    assert target is not None
-    return is_low_precision(source.dtype) and target.dtype in (torch.float32, torch.float64)
+    is_wide = conversion.meta["val"].dtype in (torch.float32, torch.float64)
+    return is_wide and is_low_precision_tensor(conversion.args[0])
 
 
 def _is_number(value: Any) -> bool:

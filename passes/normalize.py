@@ -43,12 +43,11 @@ class _Call:
     """Call of a ``rule`` with flat values, the last of them keyword arguments; hashable, as part of a key."""
 
     rule: Callable[..., Any]
-    names: tuple[str | None, ...]
+    names: tuple[str, ...]
 
     def __call__(self, *values: Any) -> Any:
-        positional = [value for value, name in zip(values, self.names, strict=True) if name is None]
-        keyword = {name: value for value, name in zip(values, self.names, strict=True) if name is not None}
-        return self.rule(*positional, **keyword)
+        first = len(values) - len(self.names)
+        return self.rule(*values[:first], **dict(zip(self.names, values[first:], strict=True)))
 
 
 @dataclass(frozen=True)
@@ -108,10 +107,8 @@ def _open_matrix_sum(editor: GraphEditor, node: Node) -> bool:
     if operator_of_product is None or not is_low_precision_tensor(node):
         return False
     x, a, b = node.args
-    value, old = tensor_value(node), tensor_value(x)
-    assert value is not None
-    assert old is not None
-    if old.shape != value.shape:
+    assert isinstance(x, Node)
+    if x.meta["val"].shape != node.meta["val"].shape:
         return False
     with editor.graph.inserting_before(node):
         product = editor.call(operator_of_product, a, b)
@@ -217,9 +214,8 @@ def _forward_copy(editor: GraphEditor, node: Node) -> None:
     """
     if node.target not in (aten.copy.default, prims.copy_strided.default):
         return
-    source, value = node.args[facts_of(node.target).passes or 0], tensor_value(node)
+    source, value = node.args[facts_of(node.target).passes or 0], node.meta["val"]
     assert isinstance(source, Node)
-    assert value is not None
     with editor.graph.inserting_before(node):
         result = editor.convert(source, value.dtype)
         if result.meta["val"].shape != value.shape:
@@ -257,7 +253,7 @@ def _unpack_foreach(editor: GraphEditor, node: Node) -> bool:
 def _opened(
     editor: GraphEditor, rule: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> tuple[Node, ...]:
-    return editor.inline(_Call(rule, (None,) * len(args) + tuple(kwargs)), *args, *kwargs.values())
+    return editor.inline(_Call(rule, tuple(kwargs)), *args, *kwargs.values())
 
 
 def _replace(editor: GraphEditor, node: Node, result: Node) -> None:

@@ -65,9 +65,8 @@ class _Numbers:
         else:
             for operand in node.all_input_nodes:
                 if operand in self._refined and operand.all_input_nodes:  # a constant stays in the code
-                    node.replace_input_with(
-                        operand, self._editor.convert(self._refined[operand], torch.float32)
-                    )
+                    narrow = self._editor.convert(self._refined[operand], torch.float32)
+                    node.replace_input_with(operand, narrow)
 
     def _define(self, node: Node, value: Node) -> None:
         """Note the value of a float32 number in float64; put a value of another dtype in its place."""
@@ -92,8 +91,6 @@ def _computes_number(node: Node) -> bool:
     """Return whether an operation makes a number of numbers, one of them float32 or made so."""
     if node.op != "call_function" or is_conversion(node) or not is_transparent(node.target):
         return False
-    dtypes = {
-        _dtype_of_number(operand) for operand in node.all_input_nodes if tensor_value(operand) is not None
-    }
-    dtypes.add(_dtype_of_number(node))
+    tensors = [each for each in node.all_input_nodes if tensor_value(each) is not None]
+    dtypes = {*map(_dtype_of_number, (node, *tensors))}
     return None not in dtypes and torch.float32 in dtypes

@@ -27,11 +27,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.fx import Node
+from torch.fx.node import map_arg
 
 from collage_fx.graph import (
     GraphEditor,
@@ -269,13 +271,9 @@ class _Chain:
         if not any(isinstance(each, Node) for each in args):
             with self._editor.real_tensors():
                 return target(*(torch.tensor(each, dtype=torch.float64) for each in args)).item()
-        if any(has_elements(each) for each in args):
-            args = tuple(
-                self._editor.convert(each, torch.float32) if isinstance(each, Node) else each for each in args
-            )
-        else:
-            args = tuple(unconverted(each) if isinstance(each, Node) else each for each in args)
-        return self._editor.call(target, *args)
+        is_wide = any(map(has_elements, args))
+        read = partial(self._editor.convert, dtype=torch.float32) if is_wide else unconverted
+        return self._editor.call(target, *map_arg(args, read))
 
 
 def _dithered(x: Tensor, change: Tensor, hi: Tensor, count: Tensor, start: Tensor) -> Tensor:
