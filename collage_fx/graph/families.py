@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 
 from torch.fx import Graph, GraphModule, Node, map_arg
 
-from collage_fx.graph.nodes import is_copy_to_input, placeholders, tensor_value
+from collage_fx.graph.nodes import copies_to_inputs, is_copy_to_input, placeholders, tensor_value
 from collage_fx.torch_compat import fake_like, pytree, storage_of
 
 #: ``(family, member)`` of operations common to all families.
@@ -132,7 +132,7 @@ def repeated_graph(gm: GraphModule, repetition: Repetition) -> GraphModule:
     for family, member in (ONCE, *repetition.members):
         for node in operations[family]:
             copy(node, member)
-    stores = {node.args[0]: node for node in gm.graph.nodes if is_copy_to_input(node)}
+    stores = copies_to_inputs(gm.graph)
     for _, i, member in ordered:
         if small[i] in stores:
             copy(stores[small[i]], member)

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 from torch.fx import Graph, Node
 
-from collage_fx.graph.nodes import is_copy_to_input, is_number, tensor_value, unconverted
+from collage_fx.graph.nodes import has_elements, is_copy_to_input, is_number, tensor_value, unconverted
 from collage_fx.numerics import FloatFormat
 from collage_fx.torch_compat import OpOverload, schema_of
 
@@ -239,12 +239,8 @@ def first_not_elementwise(graph: Graph) -> Node | None:
     for node in graph.nodes:
         if node.op != "call_function" or is_copy_to_input(node):
             continue
-        values = map(tensor_value, (node, *node.all_input_nodes))
-        layouts = {
-            (_as_text(value.shape), _as_text(value.stride()))
-            for value in values
-            if value is not None and value.dim() > 0
-        }
+        values = [each.meta["val"] for each in (node, *node.all_input_nodes) if has_elements(each)]
+        layouts = {(_as_text(value.shape), _as_text(value.stride())) for value in values}
         shapes = {shape for shape, _ in layouts}
         if not is_elementwise(node) or len(layouts if facts_of(node.target).moves else shapes) > 1:
             return node

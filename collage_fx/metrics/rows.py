@@ -33,10 +33,7 @@ from torch import Tensor
 
 from collage_fx.numerics import storage_format
 
-#: Names of the sums: inner products of the intended update D with itself, of D with the effective update of
-#: hi alone, of that with itself, the last two for hi + lo, and of lo with itself. Then counts of elements.
-#: "asked": D is not zero; "lost_hi": and hi did not change; "lost": and hi + lo did not change; "unchanged":
-#: hi did not change, for any D; "held": lo is not zero.
+#: Names of the sums, inner products and then counts of elements: attributes of ``UpdateQuality``.
 PRODUCTS = ("intended", "along_hi", "effective_hi", "along", "effective", "error")
 COUNTS = ("asked", "lost_hi", "lost", "unchanged", "held")
 SUMS = (*PRODUCTS, *COUNTS)
