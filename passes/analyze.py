@@ -193,13 +193,7 @@ def _recurrences_of_replaced(
 
 
 class _Flow:
-    """Data flow of a graph: the inputs that each new value is computed from.
-
-    Args:
-        graph: a functional graph.
-        stores: mapping from each mutated input to its store.
-        constant: further inputs of interest, which the step does not change.
-    """
+    """Data flow of a graph: the inputs, mutated or ``constant``, that each new value is computed from."""
 
     def __init__(self, graph: Graph, stores: Mapping[Node, Node], constant: Sequence[Node]) -> None:
         self.inputs = [*stores, *constant]

@@ -145,9 +145,7 @@ def _slopes(state: StateTensor) -> tuple[Expr, ...]:
 def _divided_by(program: StepProgram, positive: Sequence[Node]) -> dict[Node, str]:
     """Map each input that a possibly negative divisor or radicand is computed from to the reason.
 
-    Args:
-        program: the program whose state is examined.
-        positive: values that are never negative.
+    ``positive`` are values that are never negative.
     """
     known = Signs(positive, numbers_are_positive=True)
     inputs = {state.placeholder for state in program.states}

@@ -118,12 +118,8 @@ def _rewrite(
 ) -> bool:
     """Rewrite the new value of an input; return whether there was anything to rewrite.
 
-    Args:
-        editor: editor of the graph.
-        placeholder: the input.
-        value: its new value.
-        dithered: the input as a state whose last sum dither may round; None to round to nearest.
-        lasts: whether it keeps its errors, whatever factor it has.
+    ``dithered`` is the input as a state whose last sum dither may round, or None to round to nearest; it is
+    rounded to nearest, too, if a factor makes it forget its errors, unless it ``lasts``.
     """
     value = unconverted(unless_skipped(placeholder, unconverted(value)))
     with editor.graph.inserting_before(value):
@@ -189,20 +185,18 @@ class _Chain:
 
     def _last_steps(self, node: Node) -> list[tuple[Any, Any]]:
         """Return the ways to read an operation: an earlier value of the chain, and the step from there."""
+        if node.target not in (aten.add.Tensor, aten.sub.Tensor, aten.mul.Tensor, aten.div.Tensor):
+            return []
+        left, right = node.args
         if node.target is aten.add.Tensor:
-            left, right = node.args
             return [(left, _Sum(right, False)), (right, _Sum(left, False))]
         if node.target is aten.sub.Tensor:
-            left, right = node.args
             return [(left, _Sum(right, True))]
         if node.target is aten.mul.Tensor:
             found = [(x, f, self._below_one(f)) for x, f in (node.args, node.args[::-1])]
             return [(x, _Factor(f, decay)) for x, f, decay in found if decay is not None]
-        if node.target is aten.div.Tensor:
-            x, divisor = node.args
-            decay = self._below_one(divisor)
-            return [] if decay is None else [(x, _Divisor(divisor, self._call(aten.neg.default, decay)))]
-        return []
+        decay = self._below_one(right)
+        return [] if decay is None else [(left, _Divisor(right, self._call(aten.neg.default, decay)))]
 
     def _below_one(self, factor: Any) -> Any:
         """Return ``1 - factor`` of a factor before it is rounded to float32; None if it is not near 1."""

@@ -66,8 +66,7 @@ class UndoStochasticRounding(Pass):
             keeps = info.role in (Role.PARAMETER, Role.STATE, Role.CARRIED)
             if node in stores and keeps and node.meta["val"].dtype == torch.bfloat16:
                 rounded = _stored(stores[node])
-                exact = None if rounded is None else _value_before_rounding(rounded)
-                if rounded is not None and exact is not None:
+                if rounded is not None and (exact := _value_before_rounding(rounded)) is not None:
                     program.rounded_at_random.add(node)
                     editor.replace(rounded, exact)
         _erase_unused_draws(editor)
