@@ -169,11 +169,8 @@ class GraphEditor:
         """Recompute the values of all nodes computed from ``changed``, whose strides have changed."""
         stale = {changed}
         for node in self.graph.nodes:
-            if (
-                node.op == "call_function"
-                and not stale.isdisjoint(node.all_input_nodes)
-                and not is_copy_to_input(node)
-            ):
+            is_stale = node.op == "call_function" and not stale.isdisjoint(node.all_input_nodes)
+            if is_stale and not is_copy_to_input(node):
                 node.meta["val"] = self._run(node.target, node.args, node.kwargs)
                 stale.add(node)
 

@@ -145,25 +145,23 @@ def _rounded(program: StepProgram, results: list[Node | None]) -> Iterator[int]:
         value = tensor_value(node)
         if node is None or value is None or node.op != "call_function" or not is_low_precision_tensor(node):
             continue
-        sizes = (*value.shape, *value.stride())
         storage, first, end = regions[node]
         is_own = results.count(node) == 1 and not any(
             other is not node and region[0] == storage and region[1] < end and first < region[2]
             for other, region in regions.items()
         )
-        if (
-            is_own
-            and all(type(size) is int for size in sizes)
-            and is_dense(value)
-            and _is_rounded(node, kept_up)
-        ):
+        if is_own and _has_known_layout(value) and _is_rounded(node, kept_up):
             yield k
+
+
+def _has_known_layout(value: torch.Tensor) -> bool:
+    return all(type(size) is int for size in (*value.shape, *value.stride())) and is_dense(value)
 
 
 def _region(value: torch.Tensor) -> tuple[int, float, float]:
     """Return the storage of a tensor, its first element there, and the end; all of it if that is unknown."""
     first = value.storage_offset()
-    is_known = all(type(size) is int for size in (first, *value.shape, *value.stride())) and is_dense(value)
+    is_known = type(first) is int and _has_known_layout(value)
     return storage_of(value), *((first, first + value.numel()) if is_known else (-math.inf, math.inf))
 
 

@@ -74,12 +74,8 @@ def is_dense(tensor: torch.Tensor) -> bool:
 
 def is_copy_to_input(node: Node) -> bool:
     """Return whether ``node`` is a store of the epilogue: ``copy_(placeholder, value)``."""
-    return (
-        node.op == "call_function"
-        and node.target is aten.copy_.default
-        and isinstance(node.args[0], Node)
-        and node.args[0].op == "placeholder"
-    )
+    destination = node.args[0] if node.target is aten.copy_.default else None
+    return isinstance(destination, Node) and destination.op == "placeholder"
 
 
 def is_conversion(node: Node) -> bool:
