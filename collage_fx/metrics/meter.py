@@ -223,22 +223,14 @@ def _named(identity: _Identity, own: Mapping[int, str], subject: str) -> Measure
 
 @dataclass(frozen=True)
 class MeasuredInput:
-    """Input of a step that is measured.
+    """Input of a step that is measured."""
 
-    Attributes:
-        index: index among the step's arguments.
-        info: name and role.
-        elements: number of elements.
-        dtype, device: dtype and device of the tensor.
-        sharding: placement of the DTensor, if the input is a shard; else None.
-    """
-
-    index: int
+    index: int  # among the step's arguments
     info: InputInfo
     elements: int
     dtype: torch.dtype
     device: torch.device
-    sharding: Sharding | None
+    sharding: Sharding | None  # of the DTensor, if the input is a shard
 
 
 @boxed_call
@@ -320,7 +312,5 @@ def _rows_of(
     for i, (_, each) in enumerate(measured):
         alike[each.device, each.dtype].append(i)
     for (_, dtype), indices in alike.items():
-        yield (
-            rows_of([samples[i] for i in indices], [measured[i][1].elements for i in indices], dtype),
-            indices,
-        )
+        elements = [measured[i][1].elements for i in indices]
+        yield rows_of([samples[i] for i in indices], elements, dtype), indices

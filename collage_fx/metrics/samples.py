@@ -110,18 +110,12 @@ class _Instance:
         self.measured = [self._index[state.position] for state in states]
 
     def values(self, sources: Sequence[Source], arguments: Sequence[Any]) -> list[Any]:
-        """Return the inputs of a graph."""
         terms = {i: self._terms[i].added_to(arguments) for i, term in sources if term is not None}
         return [arguments[self._index[i]] if term is None else terms[i][term] for i, term in sources]
 
 
 class Observer:
-    """Reader of the measured tensors of a family.
-
-    Attributes:
-        states: the measured tensors of an instance.
-        instances: the instances.
-    """
+    """Reader of the measured tensors, ``states`` in each instance, of a family."""
 
     def __init__(
         self, program: StepProgram, states: Sequence[StateTensor], before: SampledGraph, after: SampledGraph
@@ -160,12 +154,7 @@ class Observer:
 
 
 def observers(program: StepProgram, reference: StepProgram) -> list[Observer]:
-    """Return the observers of a step.
-
-    Args:
-        program: the step after the pipeline.
-        reference: the step in float32.
-    """
+    """Return the observers of a step, given as it is after the pipeline, and in float32."""
     whole = _Whole(program, reference)
     by_family = defaultdict[int | None, list[StateTensor]](list)
     for state in program.measured:
@@ -228,7 +217,6 @@ class _Whole:
                 yield functools.reduce(lambda one, other: editor.call(aten.add.Tensor, one, other), wide)
 
     def sampled(self, wanted: Sequence[tuple[Node, StateTensor]]) -> SampledGraph:
-        """Return the graph of samples of some nodes."""
         samples = [(node, _Sample(state.value.shape, state.value.device)) for node, state in wanted]
         return _Sampling(self._gm, self._sources, samples).graph()
 
@@ -257,13 +245,7 @@ class _Sample(NamedTuple):
 
 
 class _Sampling:
-    """Writer of a graph of samples.
-
-    Args:
-        gm: the graph whose nodes are sampled.
-        sources: its inputs.
-        wanted: the nodes, and their samples.
-    """
+    """Writer of the graph of some samples of nodes of ``gm``, whose inputs are ``sources``."""
 
     def __init__(
         self, gm: GraphModule, sources: Mapping[Node, Source], wanted: Sequence[tuple[Node, _Sample]]
@@ -279,7 +261,6 @@ class _Sampling:
         self._places: dict[_Sample, tuple[Node, int]] = {}
 
     def graph(self) -> SampledGraph:
-        """Write the graph."""
         parts, whole, numbers = self._needed()
         sources = []
         for node in self._gm.graph.nodes:

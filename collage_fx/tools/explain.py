@@ -104,12 +104,7 @@ class CaptureOnly(CollageBackend):
 
 
 def _results_alone(gm: GraphModule, added: Sequence[Node]) -> GraphModule:
-    """Return a copy of a graph without stores, which returns only its results.
-
-    Args:
-        gm: the graph.
-        added: inputs that the passes have added; they become zeros.
-    """
+    """Return a copy of a graph without stores; ``added`` inputs of the passes become zeros in it."""
     gm = copy_of(gm)
     for store in copies_to_inputs(gm.graph).values():
         gm.graph.erase_node(store)
