@@ -31,7 +31,7 @@ References:
 from __future__ import annotations
 
 from fractions import Fraction
-from math import isfinite
+from math import inf, isfinite
 
 import torch
 from torch import Tensor
@@ -154,7 +154,7 @@ def rest(value: Tensor, hi: Tensor) -> Tensor:
 def finite_or_zero(lo: Tensor, hi: Tensor) -> Tensor:
     """Replace ``lo`` by zero where ``hi`` is not finite."""
     zero = torch.zeros((), dtype=lo.dtype, device=lo.device)
-    return torch.where(hi.abs() < float("inf"), lo, zero)
+    return torch.where(hi.abs() < inf, lo, zero)
 
 
 def upper_half(value: Tensor) -> Tensor:
@@ -172,7 +172,7 @@ def lower_half(value: Tensor) -> Tensor:
     The pattern of the value is that of :func:`upper_half` plus this number. It is zero where the upper half
     is not finite.
     """
-    is_finite = upper_half(value).abs() < float("inf")
+    is_finite = upper_half(value).abs() < inf
     return torch.where(is_finite, value.view(torch.int32), 0).to(torch.int16)
 
 
@@ -184,7 +184,7 @@ def with_lower_half(hi: Tensor, rest: Tensor) -> Tensor:
     pair, but a program that writes to hi may leave one.
     """
     value = (hi.view(torch.int32) + rest.to(torch.int32)).view(torch.float32)
-    return torch.where((value - hi).abs() < float("inf"), value, hi)
+    return torch.where((value - hi).abs() < inf, value, hi)
 
 
 def ulp_parts(value: Tensor, hi: Tensor) -> Tensor:
@@ -195,7 +195,7 @@ def ulp_parts(value: Tensor, hi: Tensor) -> Tensor:
     """
     scale = ((254 << 23) - _part_of_ulp(hi)).view(torch.float32)  # 1 / part
     parts = torch.round((value - hi) * scale)
-    return torch.where(hi.abs() < float("inf"), parts, 0.0).to(torch.int16)
+    return torch.where(hi.abs() < inf, parts, 0.0).to(torch.int16)
 
 
 def with_ulp_parts(hi: Tensor, parts: Tensor) -> Tensor:
@@ -209,7 +209,7 @@ def with_ulp_parts(hi: Tensor, parts: Tensor) -> Tensor:
 def _part_of_ulp(hi: Tensor) -> Tensor:
     """Return 2**-15 of the float16 ulp of ``hi``, as the bit pattern of a float32 number."""
     exponent = hi.view(torch.int32) & _FLOAT32_INFINITY
-    exponent = torch.maximum(exponent, _int32(_float32_exponent(FLOAT16.min_exponent), hi))
+    exponent = torch.maximum(exponent, scalar_like(_float32_exponent(FLOAT16.min_exponent), exponent))
     return exponent - ((FLOAT16.precision - 1 + 15) << 23)
 
 
@@ -259,11 +259,11 @@ def _round_to_float16(x: Tensor) -> Tensor:
     """
     bits = x.view(torch.int32)
     exponent = bits & _FLOAT32_INFINITY
-    exponent = torch.maximum(exponent, _int32(_float32_exponent(FLOAT16.min_exponent), x))
-    exponent = torch.minimum(exponent, _int32(_float32_exponent(FLOAT16.max_exponent + 1), x))
+    exponent = torch.maximum(exponent, scalar_like(_float32_exponent(FLOAT16.min_exponent), bits))
+    exponent = torch.minimum(exponent, scalar_like(_float32_exponent(FLOAT16.max_exponent + 1), bits))
     power = (exponent + (FLOAT16.discarded_bits << 23)).view(torch.float32)
     magnitude = (x.abs() + power) - power
-    infinity = torch.full((), float("inf"), dtype=x.dtype, device=x.device)
+    infinity = scalar_like(inf, x)
     magnitude = torch.where(magnitude > float(FLOAT16.largest), infinity, magnitude)
     return (magnitude.view(torch.int32) | (bits & _FLOAT32_SIGN)).view(torch.float32)
 
@@ -277,8 +277,9 @@ def _float32_exponent(exponent: int) -> int:
     return (exponent + 127) << 23
 
 
-def _int32(value: int, like: Tensor) -> Tensor:
-    return torch.full((), value, dtype=torch.int32, device=like.device)
+def scalar_like(value: float, like: Tensor) -> Tensor:
+    """Make a 0-d tensor with the dtype and the device of another."""
+    return torch.full((), value, dtype=like.dtype, device=like.device)
 
 
 def double_word_constant(value: float, dtype: torch.dtype) -> tuple[float, float]:

@@ -28,6 +28,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from collage_fx.numerics.arithmetic import scalar_like
 from collage_fx.numerics.operators import define_operator
 
 #: Number of elements in a block.
@@ -35,12 +36,7 @@ BLOCK = 32
 
 #: Dtype of the integers, by bits and whether numbers may be negative. 16-bit integers of non-negative numbers
 #: are stored as int16 with the same bits: few backends have uint16.
-CODES = {
-    (8, True): torch.int8,
-    (8, False): torch.uint8,
-    (16, True): torch.int16,
-    (16, False): torch.int16,
-}
+CODES = {(8, True): torch.int8, (8, False): torch.uint8, (16, True): torch.int16, (16, False): torch.int16}
 
 #: Largest integer, by bits and whether numbers may be negative.
 LARGEST = {(8, True): 127, (8, False): 255, (16, True): 32767, (16, False): 65535}
@@ -59,20 +55,16 @@ def block_scale(largest: Tensor) -> Tensor:
     Magnitudes below 2**-80 have that scale; magnitudes above 1.5 * 2**46 count as not finite.
     """
     bits = largest.view(torch.int32)
-    byte = torch.maximum(((bits - 1) >> 22) - (_FIRST_SCALE - 1), _of(1, bits))
-    byte = torch.where(largest <= _LARGEST_SCALE, byte, _of(_NOT_FINITE, bits))  # also for a NaN
-    return torch.where(largest == 0, _of(0, bits), byte).to(torch.uint8)
-
-
-def _of(number: int | float, like: Tensor) -> Tensor:
-    return torch.full((), number, dtype=like.dtype, device=like.device)
+    byte = torch.maximum(((bits - 1) >> 22) - (_FIRST_SCALE - 1), scalar_like(1, bits))
+    byte = torch.where(largest <= _LARGEST_SCALE, byte, scalar_like(_NOT_FINITE, bits))  # also for a NaN
+    return torch.where(largest == 0, scalar_like(0, bits), byte).to(torch.uint8)
 
 
 def _scale(byte: Tensor) -> Tensor:
     """Return the scale of a byte in float32: NaN for 255, any number for 0, a block of zeros."""
     bits = byte.to(torch.int32)
     scale = ((bits + _FIRST_SCALE) << 22).view(torch.float32)
-    return torch.where(bits == _NOT_FINITE, _of(float("nan"), scale), scale)
+    return torch.where(bits == _NOT_FINITE, scalar_like(float("nan"), scale), scale)
 
 
 def _inverse(byte: Tensor) -> Tensor:
@@ -101,7 +93,7 @@ def units_of_block(byte: Tensor, bits: int, signed: bool) -> Tensor:
 def most_of_block(byte: Tensor, bits: int, signed: bool) -> Tensor:
     """Return the largest integer of a block, as float32: zero where one of its numbers is not finite."""
     largest = torch.full_like(byte, LARGEST[bits, signed], dtype=torch.float32)
-    return torch.where(byte.to(torch.int32) == _NOT_FINITE, _of(0.0, largest), largest)
+    return torch.where(byte.to(torch.int32) == _NOT_FINITE, scalar_like(0.0, largest), largest)
 
 
 def number_of_code(code: Tensor, unit: Tensor, bits: int, signed: bool) -> Tensor:
@@ -157,7 +149,7 @@ def code_of_number(
         signed: whether numbers may be negative.
     """
     size = root.abs() * units
-    without = _of(0.5, size)
+    without = scalar_like(0.5, size)
     if phases is not None:
         without = 1.0 - ((phases >> 8) & 0xFFFFFF).to(torch.float32) * 2.0**-24
     if bits == 8:
@@ -170,7 +162,7 @@ def code_of_number(
         up = size - below >= without
     code = torch.where(up, below + 1.0, below)
     if not signed:
-        code = torch.where(root > 0, torch.maximum(code, _of(1.0, code)), code)
+        code = torch.where(root > 0, torch.maximum(code, scalar_like(1.0, code)), code)
     code = torch.where(code < most, code, most)  # most replaces a NaN, too
     if signed:
         code = torch.where(root < 0, -code, code)
@@ -194,14 +186,15 @@ def code_of_number_by_fma(
       and a NaN is larger than any number.
     """
     size = root.abs() * units
-    one, without = _of(1.0, size), _of(0.5, size)
+    one, without = scalar_like(1.0, size), scalar_like(0.5, size)
     if phases is not None:
         phase = ((phases >> 8) & 0xFFFFFF).to(torch.float32)
-        without = torch.addcmul(one, phase, _of(-(2.0**-24), phase))
+        without = torch.addcmul(one, phase, scalar_like(-(2.0**-24), phase))
     if bits == 8:
         near = torch.round(torch.sqrt(size))
         below = torch.where(near * near > size, near - 1.0, near)
-        up = torch.addcmul(size, -below, below) >= without * torch.addcmul(one, below, _of(2.0, below))
+        above = torch.addcmul(size, -below, below)
+        up = above >= without * torch.addcmul(one, below, scalar_like(2.0, below))
     else:
         below = torch.floor(size)
         up = size - below >= without
@@ -211,7 +204,7 @@ def code_of_number_by_fma(
         pattern = pattern | (given & _SIGN)
     integer = pattern.view(torch.float32).to(torch.int32)
     if not signed:
-        least = torch.minimum(limit, _of(1, limit))
+        least = torch.minimum(limit, scalar_like(1, limit))
         integer = torch.maximum(integer, torch.minimum(given, least))
     return integer.to(CODES[bits, signed])
 

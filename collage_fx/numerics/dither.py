@@ -41,8 +41,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from collage_fx.numerics.arithmetic import scalar_like
 from collage_fx.numerics.formats import BFLOAT16, FLOAT16
-from collage_fx.numerics.operators import define_operator
+from collage_fx.numerics.operators import define_elementwise
 
 #: Odd numbers near 2**32 times the square root of 1/2, and near 2**32 times the golden ratio less 1.
 SPACING, GOLDEN = 0xB504F333, 0x9E3779B9
@@ -112,14 +113,14 @@ def dithered(value: Tensor, phases: Tensor, dtype: torch.dtype) -> Tensor:
         rounded = ((value.view(torch.int32) + share) & -0x10000).view(torch.float32)
         return torch.where(value == value, rounded, value)
     bits = value.view(torch.int32)
-    smallest = torch.full((), (127 + FLOAT16.min_exponent) << 23, dtype=torch.int32, device=value.device)
+    smallest = scalar_like((127 + FLOAT16.min_exponent) << 23, bits)
     exponent = torch.maximum(bits & 0x7F800000, smallest)
     fraction_bits = FLOAT16.precision - 1
     of_unit = exponent - (fraction_bits << 23)
     unit, to_units = of_unit.view(torch.float32), ((254 << 23) - of_unit).view(torch.float32)
     share = ((phases >> 19) & 0x1FFF).to(torch.float32) * 2.0**-13
     magnitude = torch.floor(value.abs() * to_units + share) * unit
-    infinity = torch.full((), float("inf"), dtype=torch.float32, device=value.device)
+    infinity = scalar_like(float("inf"), value)
     magnitude = torch.where(magnitude > float(FLOAT16.largest), infinity, magnitude)
     return (magnitude.view(torch.int32) | (bits & -(2**31))).view(torch.float32)
 
@@ -149,28 +150,12 @@ def dithered_sum(x: Tensor, change: Tensor, phases: Tensor) -> Tensor:
     return torch.where(is_beyond & is_near, neighbour, total)
 
 
-#: Operator of :func:`phase`.
-PHASE = define_operator(
-    "phase(Tensor count, Tensor start) -> Tensor",
-    phase,
-    lambda count, start: torch.empty_like(count, dtype=torch.int32),
-    torch.Tag.pointwise,
+#: Operators of the functions of the same names.
+PHASE = define_elementwise("phase(Tensor count, Tensor start) -> Tensor", phase, torch.int32)
+PHASES = define_elementwise(
+    "phases(Tensor like, Tensor phase, Tensor? first=None) -> Tensor", phases, torch.int32
 )
-
-#: Operator of :func:`phases`.
-PHASES = define_operator(
-    "phases(Tensor like, Tensor phase, Tensor? first=None) -> Tensor",
-    phases,
-    lambda like, phase, first=None: torch.empty_like(like, dtype=torch.int32),
-    torch.Tag.pointwise,
-)
-
-#: Operator of :func:`dithered`.
-DITHERED = define_operator(
-    "dithered(Tensor value, Tensor phases, ScalarType dtype) -> Tensor", dithered, None, torch.Tag.pointwise
-)
-
-#: Operator of :func:`dithered_sum`.
-DITHERED_SUM = define_operator(
-    "dithered_sum(Tensor x, Tensor change, Tensor phases) -> Tensor", dithered_sum, None, torch.Tag.pointwise
+DITHERED = define_elementwise("dithered(Tensor value, Tensor phases, ScalarType dtype) -> Tensor", dithered)
+DITHERED_SUM = define_elementwise(
+    "dithered_sum(Tensor x, Tensor change, Tensor phases) -> Tensor", dithered_sum
 )

@@ -16,9 +16,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from collage_fx.numerics.arithmetic import lower_half, upper_half, with_lower_half
+from collage_fx.numerics.arithmetic import lower_half, scalar_like, upper_half, with_lower_half
 from collage_fx.numerics.formats import BFLOAT16, FLOAT16
-from collage_fx.numerics.operators import define_operator
+from collage_fx.numerics.operators import define_elementwise
 
 
 def nearest(value: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -86,7 +86,7 @@ def _in_units(value: Tensor) -> tuple[Tensor, Tensor]:
 
 def _unit(magnitude: Tensor) -> Tensor:
     """Return the last place of 24-bit floats beside float16, as int32 bits, from the bits of a magnitude."""
-    smallest = torch.full((), (127 + FLOAT16.min_exponent) << 23, dtype=torch.int32, device=magnitude.device)
+    smallest = scalar_like((127 + FLOAT16.min_exponent) << 23, magnitude)
     return (torch.maximum(magnitude, smallest) & 0x7F800000) - ((FLOAT16.precision - 1 + 8) << 23)
 
 
@@ -95,7 +95,7 @@ def _split(value: Tensor, units: Tensor, unit: Tensor) -> tuple[Tensor, Tensor]:
     ulps = _whole(units * 2.0**-8, 0.5)
     magnitude = (ulps * 256 * unit).abs()
     is_finite = magnitude <= float(FLOAT16.largest)
-    infinity = torch.full((), float("inf"), dtype=torch.float32, device=value.device)
+    infinity = scalar_like(float("inf"), value)
     magnitude = torch.where(is_finite | (value != value), magnitude, infinity)
     hi = (magnitude.view(torch.int32) | (value.view(torch.int32) & -(2**31))).view(torch.float32)
     return hi, torch.where(is_finite, units - ulps * 256, 0.0)
@@ -107,27 +107,11 @@ def _whole(x: Tensor, least: Tensor | float) -> Tensor:
     return torch.where(x - below >= least, below + 1, below)
 
 
-def _byte_like(value: Tensor, phases: Tensor, dtype: torch.dtype) -> Tensor:
-    return torch.empty_like(value, dtype=torch.int8)
-
-
-#: Operator of :func:`dithered_upper`.
-DITHERED_UPPER = define_operator(
-    "dithered_upper(Tensor value, Tensor phases, ScalarType dtype) -> Tensor",
-    dithered_upper,
-    None,
-    torch.Tag.pointwise,
+#: Operators of the functions of the same names.
+DITHERED_UPPER = define_elementwise(
+    "dithered_upper(Tensor value, Tensor phases, ScalarType dtype) -> Tensor", dithered_upper
 )
-
-#: Operator of :func:`dithered_byte`.
-DITHERED_BYTE = define_operator(
-    "dithered_byte(Tensor value, Tensor phases, ScalarType dtype) -> Tensor",
-    dithered_byte,
-    _byte_like,
-    torch.Tag.pointwise,
+DITHERED_BYTE = define_elementwise(
+    "dithered_byte(Tensor value, Tensor phases, ScalarType dtype) -> Tensor", dithered_byte, torch.int8
 )
-
-#: Operator of :func:`with_byte`.
-WITH_BYTE = define_operator(
-    "with_byte(Tensor hi, Tensor rest, ScalarType dtype) -> Tensor", with_byte, None, torch.Tag.pointwise
-)
+WITH_BYTE = define_elementwise("with_byte(Tensor hi, Tensor rest, ScalarType dtype) -> Tensor", with_byte)

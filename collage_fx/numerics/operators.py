@@ -15,7 +15,7 @@ def define_operator(
     schema: str,
     eager: Callable[..., Tensor],
     result: Callable[..., Tensor] | None = None,
-    *tags: Any,
+    *tags: torch.Tag,
     gradient: Callable[..., Any] | None = None,
 ) -> Any:
     """Define a custom operator in torch's namespace ``collage_fx`` and return its overload.
@@ -32,11 +32,16 @@ def define_operator(
     name = schema.partition("(")[0]
     LIBRARY.define(schema, tags=tags)
     LIBRARY.impl(name, eager, "CompositeExplicitAutograd")
-    torch.library.register_fake(f"collage_fx::{name}", result or _like, lib=LIBRARY)
+    torch.library.register_fake(f"collage_fx::{name}", result or _like(None), lib=LIBRARY)
     if gradient is not None:
         torch.library.register_autograd(f"collage_fx::{name}", gradient, lib=LIBRARY)
     return getattr(torch.ops.collage_fx, name).default
 
 
-def _like(x: Tensor, *others: Any) -> Tensor:
-    return torch.empty_like(x)
+def define_elementwise(schema: str, eager: Callable[..., Tensor], dtype: torch.dtype | None = None) -> Any:
+    """Define an operator whose result has the layout of the first argument, and by default its dtype."""
+    return define_operator(schema, eager, _like(dtype), torch.Tag.pointwise)
+
+
+def _like(dtype: torch.dtype | None) -> Callable[..., Tensor]:
+    return lambda x, *others: torch.empty_like(x, dtype=dtype)

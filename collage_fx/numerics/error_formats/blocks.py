@@ -75,7 +75,7 @@ class Blocks(ErrorFormat):
         return BLOCK_VALUES(codes, scales, self.bits, self.signed)
 
     def split(self, value: Tensor, dtype: torch.dtype) -> tuple[Tensor, ...]:
-        count = torch.zeros((), dtype=torch.int32, device=value.device)
+        count = COUNT.zeros(value.device)
         return value.to(dtype), *self._encoded(value, value, None), count
 
     def store(self, value: Tensor, hi: Tensor, *inputs: Tensor) -> tuple[Tensor, ...]:

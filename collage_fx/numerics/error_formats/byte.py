@@ -47,7 +47,7 @@ class Byte(ErrorFormat):
 
     def split(self, value: Tensor, dtype: torch.dtype) -> tuple[Tensor, ...]:
         hi, rest = nearest(value, dtype)
-        return hi.to(dtype), rest, torch.zeros((), dtype=torch.int32, device=value.device)
+        return hi.to(dtype), rest, COUNT.zeros(value.device)
 
     def store(self, value: Tensor, hi: Tensor, *inputs: Tensor) -> tuple[Tensor, ...]:
         _, count, start = inputs

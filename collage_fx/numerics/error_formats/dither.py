@@ -38,7 +38,7 @@ class Dither(ErrorFormat):
         return hi.to(torch.float32)
 
     def split(self, value: Tensor, dtype: torch.dtype) -> tuple[Tensor, ...]:
-        return value.to(dtype), torch.zeros((), dtype=torch.int32, device=value.device)
+        return value.to(dtype), COUNT.zeros(value.device)
 
     def store(self, value: Tensor, hi: Tensor, *inputs: Tensor) -> tuple[Tensor, ...]:
         count, start = inputs
@@ -78,7 +78,7 @@ class Bf16(ErrorFormat):
         return auxiliaries[0].to(torch.float32)
 
     def split(self, value: Tensor, dtype: torch.dtype) -> tuple[Tensor, ...]:
-        count = torch.zeros((), dtype=torch.int32, device=value.device)
+        count = COUNT.zeros(value.device)
         return value.to(dtype), value.to(BFLOAT16.dtype), count
 
     def store(self, value: Tensor, hi: Tensor, *inputs: Tensor) -> tuple[Tensor, ...]:

@@ -11,7 +11,7 @@ from torch import Tensor
 from collage_fx.numerics import arithmetic
 from collage_fx.numerics.error_formats.base import COUNT, AuxiliarySpec, ErrorBound, ErrorFormat
 from collage_fx.numerics.formats import BFLOAT16
-from collage_fx.numerics.operators import define_operator
+from collage_fx.numerics.operators import define_elementwise
 
 
 class Exact(ErrorFormat):
@@ -57,7 +57,7 @@ class Exact(ErrorFormat):
         return WITH_ULP_PARTS(near, rest)
 
     def split(self, value: Tensor, dtype: torch.dtype) -> tuple[Tensor, ...]:
-        start = torch.zeros((), dtype=torch.int32, device=value.device)
+        start = COUNT.zeros(value.device)
         if dtype == BFLOAT16.dtype:
             return UPPER_HALF(value).to(dtype), LOWER_HALF(value), start
         hi = value.to(dtype)
@@ -67,39 +67,15 @@ class Exact(ErrorFormat):
         return self.store_nearest(value, hi, *inputs)
 
 
-#: Operator of :func:`arithmetic.upper_half`.
-UPPER_HALF = define_operator(
-    "upper_half(Tensor value) -> Tensor", arithmetic.upper_half, None, torch.Tag.pointwise
+#: Operators of the functions of the same names.
+UPPER_HALF = define_elementwise("upper_half(Tensor value) -> Tensor", arithmetic.upper_half)
+LOWER_HALF = define_elementwise("lower_half(Tensor value) -> Tensor", arithmetic.lower_half, torch.int16)
+WITH_LOWER_HALF = define_elementwise(
+    "with_lower_half(Tensor hi, Tensor rest) -> Tensor", arithmetic.with_lower_half
 )
-
-#: Operator of :func:`arithmetic.lower_half`.
-LOWER_HALF = define_operator(
-    "lower_half(Tensor value) -> Tensor",
-    arithmetic.lower_half,
-    lambda value: torch.empty_like(value, dtype=torch.int16),
-    torch.Tag.pointwise,
+ULP_PARTS = define_elementwise(
+    "ulp_parts(Tensor value, Tensor hi) -> Tensor", arithmetic.ulp_parts, torch.int16
 )
-
-#: Operator of :func:`arithmetic.with_lower_half`.
-WITH_LOWER_HALF = define_operator(
-    "with_lower_half(Tensor hi, Tensor rest) -> Tensor",
-    arithmetic.with_lower_half,
-    None,
-    torch.Tag.pointwise,
-)
-
-#: Operator of :func:`arithmetic.ulp_parts`.
-ULP_PARTS = define_operator(
-    "ulp_parts(Tensor value, Tensor hi) -> Tensor",
-    arithmetic.ulp_parts,
-    lambda value, hi: torch.empty_like(value, dtype=torch.int16),
-    torch.Tag.pointwise,
-)
-
-#: Operator of :func:`arithmetic.with_ulp_parts`.
-WITH_ULP_PARTS = define_operator(
-    "with_ulp_parts(Tensor hi, Tensor parts) -> Tensor",
-    arithmetic.with_ulp_parts,
-    None,
-    torch.Tag.pointwise,
+WITH_ULP_PARTS = define_elementwise(
+    "with_ulp_parts(Tensor hi, Tensor parts) -> Tensor", arithmetic.with_ulp_parts
 )
