@@ -34,7 +34,7 @@ from torch.fx import Graph, Node
 
 from collage_fx.codegen.functions import CONVERT, Function, expression, function_of
 from collage_fx.codegen.spellings import CPP, STORED_AS_BITS, NoSpelling
-from collage_fx.graph import ELEMENTWISE, tensor_value
+from collage_fx.graph import ELEMENTWISE, operands_of, reached, tensor_value
 from collage_fx.numerics import (
     BLOCK_CODES,
     BLOCK_OPERATORS,
@@ -183,13 +183,7 @@ class Elements:
         needed = self._early(wanted)
         slow = [node for node in self.nodes if node in needed and node.target in SLOW]
         last = [node for node in slow if not self.made_of([node], slow)]
-        later = self.made_of(last, wanted)
-        second, waiting = set[Node](), list(later)
-        while waiting:
-            node = waiting.pop()
-            if node not in second and node not in last:
-                second.add(node)
-                waiting += node.all_input_nodes
+        second = needed_for(self.made_of(last, wanted), last).difference(last)
         is_worth_it = any(node.target is dithered_sum for node in second)
         is_apart = all(node.target in QUOTIENTS for node in last) and not any(
             n.target in SLOW for n in second
@@ -200,11 +194,7 @@ class Elements:
 
     def made_of(self, values: Sequence[Node], among: Iterable[Node]) -> set[Node]:
         """Return the nodes that are computed from some values, among some nodes."""
-        found = set[Node]()
-        for node in self.nodes:  # in the order of the graph
-            if any(each in values or each in found for each in node.all_input_nodes):
-                found.add(node)
-        return found.intersection(among)
+        return reached(values, lambda node: node.users).intersection(among)
 
     def of_kind(self, kind: Kind, nodes: Iterable[Node]) -> list[Node]:
         """Return the nodes of a kind, among some nodes."""
@@ -246,34 +236,27 @@ class Elements:
 
     def _early(self, wanted: Sequence[Any], *, behind_scales: bool = False) -> set[Node]:
         """Return elements' values that values are made of, and these; ``behind_scales``: of scales, too."""
-        waiting, found = list(wanted), set[Node]()
-        while waiting:
-            node = waiting.pop()
-            if node in found:
-                continue
-            if node.target is largest_magnitude and not behind_scales:
-                raise NoSpelling("a block's scale that other scales are made of")
-            if self.kinds[node] is Kind.OF_ELEMENT:
-                found.add(node)
-            waiting += node.all_input_nodes
-        return found
+        found = needed_for(wanted)
+        if not (behind_scales or found.isdisjoint(self.largest)):
+            raise NoSpelling("a block's scale that other scales are made of")
+        return set(self.of_kind(Kind.OF_ELEMENT, found))
 
     def kept(self, late: Iterable[Any], early: Collection[Node]) -> list[Node]:
         """Return the early values that late values are made of, except values that are cheap to recompute."""
-        waiting, seen = list(late), set[Node]()
         kept = {node for node in early if not _is_cheap(node)}
-        while waiting:
-            node = waiting.pop()
-            if node not in seen:
-                seen.add(node)
-                is_known = node in kept or node.target is largest_magnitude
-                waiting += [] if is_known else node.all_input_nodes
-        return [node for node in self.nodes if node in seen and node in kept]
+        needed = kept & needed_for(late, {*kept, *self.largest})
+        return [node for node in self.nodes if node in needed]
 
     def is_at_hand(self, node: Node, known: Collection[Node]) -> bool:
         """Return whether a value is one quick operation on values that are known or cheap to recompute."""
         operands = self.of_kind(Kind.OF_ELEMENT, node.all_input_nodes)
         return node.target not in SLOW and all(each in known or _is_cheap(each) for each in operands)
+
+
+def needed_for(values: Iterable[Node], known: Collection[Node] = ()) -> set[Node]:
+    """Return values and all nodes that they are made of, but no node that only known nodes are made of."""
+    given = list(values)
+    return {*given, *reached(given, lambda node: () if node in known else operands_of(node))}
 
 
 def _is_cheap(node: Node) -> bool:

@@ -22,7 +22,7 @@ from collage_fx.codegen.spellings import (
 )
 from collage_fx.graph import trace_of
 from collage_fx.numerics import code_of_number_by_fma
-from collage_fx.torch_compat import OpOverload, pytree
+from collage_fx.torch_compat import OpOverload
 
 aten = torch.ops.aten
 CONVERT = torch.ops.prims.convert_element_type.default
@@ -108,8 +108,7 @@ def _traced(
 ) -> tuple[GraphModule, list[str], Node]:
     """Return the trace of a function, the names of its tensors, and the value that it returns."""
     trace = trace_of(function, dtypes, constants)
-    (result,) = pytree.tree_leaves(trace.graph.output_node().args)
-    assert isinstance(result, Node)
+    (result,) = trace.graph.output_node().all_input_nodes
     return trace, list(inspect.signature(function).parameters)[: len(dtypes)], result
 
 

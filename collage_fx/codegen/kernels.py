@@ -87,11 +87,13 @@ def flat_kernel(graph: Graph, width: int) -> str:
 
 def _source(names: Names, body: Sequence[str], more: Sequence[str]) -> str:
     elements = names.elements
-    parameters = [
-        "{}{}* __restrict {}".format(
-            "" if node in elements.written else "const ", _type_in_memory(elements, node), node.name
-        )
+    kinds = [  # a total is a float64 sum
+        "double" if elements.kinds[node] is Kind.TOTAL else in_memory(node.meta["val"].dtype)
         for node in elements.inputs
+    ]
+    parameters = [
+        f"{'' if node in elements.written else 'const '}{kind}* __restrict {node.name}"
+        for node, kind in zip(elements.inputs, kinds, strict=True)
     ]
     signature = ", ".join([*parameters, *more])
     dtypes = {node.meta["val"].dtype for node in elements.nodes if isinstance(node.meta["val"], torch.Tensor)}
@@ -110,12 +112,6 @@ extern "C" void kernel({signature}) {{
 """
 
 
-def _type_in_memory(elements: Elements, node: Node) -> str:
-    """Return the C++ type of an argument's elements; that of a total is float64."""
-    is_total = any(node is store.into for store in elements.totals)
-    return "double" if is_total else in_memory(node.meta["val"].dtype)
-
-
 def _indented(lines: Iterable[str]) -> list[str]:
     return [line if line.startswith("#") else f"  {line}" for line in lines]
 
@@ -129,12 +125,12 @@ class _Flat:
 
     def __init__(self, elements: Elements) -> None:
         self.elements, self.names = elements, Names(elements)
-        self.stores = [store for store in elements.stores if self._kind(store) is Kind.OF_ELEMENT]
-        self.block_stores = [store for store in elements.stores if self._kind(store) is Kind.OF_BLOCK]
-        self.bytes_read = [node for node in elements.inputs if self._is_byte(node) and is_read(node)]
-        self.halves_read = [
-            node for node in elements.nodes if reads_half(node) and elements.kinds[node] is Kind.OF_ELEMENT
-        ]
+        kinds, of_elements = elements.kinds, elements.of_kind(Kind.OF_ELEMENT, elements.nodes)
+        self.stores = [store for store in elements.stores if kinds[store.into] is Kind.OF_ELEMENT]
+        self.block_stores = [store for store in elements.stores if kinds[store.into] is Kind.OF_BLOCK]
+        read = [node for node in elements.inputs if node in of_elements and is_read(node)]
+        self.bytes_read = [node for node in read if node.meta["val"].dtype.itemsize == 1]
+        self.halves_read = list(filter(reads_half, of_elements))
         self.apart = {store: f"{store.into.name}_out" for store in self.stores if _is_apart(store)}
         self.totals = [(store.into.name, store.value.all_input_nodes[0]) for store in elements.totals]
         added = (value for _, value in self.totals)
@@ -173,12 +169,6 @@ class _Flat:
             before = [node for node in before if node not in joined]
             behind += joined
         return kept, before, behind
-
-    def _kind(self, store: Store) -> Kind:
-        return self.elements.kinds[store.into]
-
-    def _is_byte(self, node: Node) -> bool:
-        return self.elements.kinds[node] is Kind.OF_ELEMENT and node.meta["val"].dtype.itemsize == 1
 
     def source(self) -> str:
         """Return the text of the kernel."""
@@ -291,10 +281,7 @@ class _Flat:
         tested = [node for node in elements.tested if node in wanted]
         of_blocks = [node for node in elements.in_blocks if node in wanted]
         computed = Statements(names, [*kept, *tested, *of_blocks], known, finite=True)
-        lines = [
-            *computed.lines,
-            *(f"{names.of(node)}_kept[j] = {computed.texts[node]};" for node in kept),
-        ]
+        lines = [*computed.lines, *(f"{names.of(node)}_kept[j] = {computed.texts[node]};" for node in kept)]
         begin, end, noted = list(computed.of_block), list[str](), list[str]()
         if tested:
             largest = "largest"

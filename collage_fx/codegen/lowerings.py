@@ -21,15 +21,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.fx import GraphModule, Node
+from torch.fx import Node
 
 from collage_fx import graph, numerics, torch_compat
-from collage_fx.graph import (
-    ELEMENTWISE,
-    FLOATS,
-    once,
-    trace_of,
-)
+from collage_fx.graph import ELEMENTWISE, FLOATS, once, trace_of
 from collage_fx.numerics import (
     BLOCK,
     BLOCK_CODES,
@@ -45,7 +40,6 @@ from collage_fx.numerics import (
 )
 from collage_fx.torch_compat import (
     pointwise_of,
-    pytree,
     register_block_lowerings,
     register_placed_lowering,
     register_pointwise_lowering,
@@ -53,20 +47,24 @@ from collage_fx.torch_compat import (
 )
 
 
-def _interpret(trace: GraphModule, inputs: Sequence[Any]) -> list[Any]:
-    """Run a trace on Inductor's element values, one ``ops`` call for each node."""
-    values: dict[Node, Any] = dict(zip(trace.graph.find_nodes(op="placeholder"), inputs, strict=True))
-    for node in trace.graph.nodes:
-        if node.op == "call_function":
-            values[node] = pointwise_of(node, values)
-    return [values[result] for result in pytree.tree_leaves(trace.graph.output_node().args)]
-
-
 def _of_elements(
     function: Callable[..., Tensor], dtypes: tuple[torch.dtype, ...], constants: tuple[Any, ...] = ()
 ) -> Callable[[Sequence[Any]], Any]:
-    """Return the code for one element of a function of tensors of these dtypes, and of constants."""
-    return lambda inputs: _interpret(trace_of(function, dtypes, constants), inputs)[0]
+    """Return the code for one element of a function of tensors of these dtypes, and of constants.
+
+    It runs a trace on Inductor's element values, one ``ops`` call for each node.
+    """
+
+    def of_element(inputs: Sequence[Any]) -> Any:
+        graph = trace_of(function, dtypes, constants).graph
+        values: dict[Node, Any] = dict(zip(graph.find_nodes(op="placeholder"), inputs, strict=True))
+        for node in graph.nodes:
+            if node.op == "call_function":
+                values[node] = pointwise_of(node, values)
+        (result,) = graph.output_node().all_input_nodes
+        return values[result]
+
+    return of_element
 
 
 def _phase_of_element(dtype: torch.dtype, place: Any, *phase_and_first: Any) -> Any:

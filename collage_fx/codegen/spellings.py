@@ -101,7 +101,9 @@ def _cpp_constant(value: Any, dtype: torch.dtype) -> str:
     if not dtype.is_floating_point:
         number = int(value)
         text = hex(number) if abs(number) >= 256 else str(number)
-        return f"int64_t({text})" if dtype is torch.int64 else _MINIMUM if number == -(1 << 31) else text
+        if dtype is torch.int64:
+            return f"int64_t({text})"
+        return "INT32_MIN" if number == -(1 << 31) else text  # C++ takes -0x80000000 for an unsigned number
     if dtype is torch.float32:
         value = torch.tensor(value, dtype=torch.float64).to(torch.float32).item()
     if math.isnan(value):
@@ -111,10 +113,6 @@ def _cpp_constant(value: Any, dtype: torch.dtype) -> str:
     text = repr(float(value)) if dtype is torch.float64 else _shortest(value)
     with_point = text if any(mark in text for mark in ".e") else f"{text}.0"
     return with_point if dtype is torch.float64 else f"{with_point}f"
-
-
-#: The least 32-bit integer: C++ takes ``-0x80000000`` for an unsigned number.
-_MINIMUM = "INT32_MIN"
 
 
 def _shortest(value: float) -> str:
@@ -393,12 +391,7 @@ _COMPARISONS: Mapping[str, _Spelling] = {
 
 
 def spelled(
-    language: Language,
-    name: str,
-    dtype: torch.dtype,
-    operands: Sequence[Operand],
-    *,
-    is_number: bool = False,
+    language: Language, name: str, dtype: torch.dtype, operands: Sequence[Operand], *, is_number: bool = False
 ) -> str:
     """Write an elementary operation as an expression.
 

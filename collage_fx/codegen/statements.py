@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch.fx import Node
 
-from collage_fx.codegen.elements import Elements, Kind, function_at, is_rounding, place
+from collage_fx.codegen.elements import Elements, Kind, function_at, is_rounding, needed_for, place
 from collage_fx.codegen.functions import expression
 from collage_fx.codegen.spellings import CPP, bare, in_register
 from collage_fx.numerics import number_of_code
@@ -68,21 +68,13 @@ class Statements:
         self.texts = dict(known)
         self.lines: list[str] = []
         self.of_block: list[str] = []
-        order = self._needed(wanted)
+        needed = needed_for(wanted, known).difference(known)
+        order = [node for node in names.elements.nodes if node in needed]
         uses = Counter(wanted)
         for node in order:
             uses.update(node.all_input_nodes)
         for node in order:
             self._write(node, is_shared=uses[node] > 1)
-
-    def _needed(self, wanted: Sequence[Node]) -> list[Node]:
-        waiting, found = list(wanted), set[Node]()
-        while waiting:
-            node = waiting.pop()
-            if node not in found and node not in self.texts:
-                found.add(node)
-                waiting += node.all_input_nodes
-        return [node for node in self._names.elements.nodes if node in found]
 
     def _write(self, node: Node, *, is_shared: bool) -> None:
         if not isinstance(node.meta["val"], torch.Tensor):

@@ -128,8 +128,7 @@ class _Printer:
         self.texts: dict[Node, str] = {}
         inputs = elements.graph.find_nodes(op="placeholder")
         self.numbers = {node: i for i, node in enumerate(inputs)}
-        totals = {store.into for store in elements.totals}
-        loaded = [node for node in elements.inputs if node not in totals and is_read(node)]
+        loaded = [n for n in elements.inputs if elements.kinds[n] is not Kind.TOTAL and is_read(n)]
         stored = [store.into for store in elements.stores]
         #: The argument of each load and store, and of each pointer.
         self.accesses = [self.numbers[node] for node in (*loaded, *stored)]
