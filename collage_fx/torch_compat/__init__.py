@@ -5,22 +5,9 @@ moved, the import reports it, with the versions that are known to work. Other ch
 when a step is compiled (:func:`misfits`), not by an AttributeError in the middle of a training run; if a
 change costs only time, ``collage-fx doctor`` alone reports it.
 
-There is a module for each part of torch:
-
-- ``tensors``: tensors and operators;
-- ``fake_tensors``: fake tensors and symbolic numbers;
-- ``optim_frames``: torch.optim's wrapper around ``step``, on Python's stack;
-- ``own_steps``: a step of an optimizer instance, which replaces its class's step;
-- ``fused_updates``: ``fused=True``, computed as ``fused=False``;
-- ``dynamo_trace``: Dynamo's current trace, and ``dynamo_counts``: its conversions;
-- ``aot_autograd``: origins of a graph's inputs, and the work left to AOTAutograd's wrapper;
-- ``inductor``: calls of Inductor, its settings and caches;
-- ``inductor_lowerings``: lowerings of our operators;
-- ``inductor_libraries``: C++ functions, compiled like its kernels;
-- ``triton_tables``: Triton kernels of ours, compiled and launched by its runtime;
-- ``patching``: the way to replace a function of torch, and ``patches``: a list of all replacements;
-- ``patch_*``: replacements in Dynamo (``conversions``, ``graph_breaks``, ``optimizers``, ``numbers``), in
-  Inductor (``inductor``), and outside of compilations (``steps``, ``averages``).
+There is a module for each part of torch, which its docstring names. ``patching`` has the way to replace a
+function of torch; the modules ``patch_*`` replace functions in Dynamo, in Inductor, and outside of
+compilations; ``patches`` is a list of all replacements.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any
 
@@ -28,11 +28,8 @@ RELIED_ON = (
 )
 
 
-@contextlib.contextmanager
-def real_tensors() -> Iterator[None]:
-    """Context manager: operations on real tensors although a fake tensor mode is active, as in a backend."""
-    with unset_fake_temporarily():
-        yield
+#: Context manager: operations on real tensors although a fake tensor mode is active, as in a backend.
+real_tensors: Callable[[], contextlib.AbstractContextManager[Any]] = unset_fake_temporarily
 
 
 def fake_like(value: torch.Tensor) -> torch.Tensor:
@@ -106,12 +103,13 @@ class SymbolicScope:
 
     def number(self, name: str, kind: type) -> Any:
         """Make a symbolic number of any value; ``kind`` is ``torch.SymInt`` or ``torch.SymFloat``."""
-        source = ConstantSource(name)
-        hint: Any = 3 if kind is torch.SymInt else 0.3
-        symbol = self.shape_env.create_unspecified_symbol(hint, source, DimDynamic.DYNAMIC)
-        create = (
-            self.shape_env.create_symintnode if kind is torch.SymInt else self.shape_env.create_symfloatnode
-        )
+        return self._like_number(name, 3 if kind is torch.SymInt else 0.3)
+
+    def _like_number(self, name: str, hint: Any) -> Any:
+        """Make a symbolic number of the kind of ``hint``, which is its value while a graph is traced."""
+        source, env = ConstantSource(name), self.shape_env
+        symbol = env.create_unspecified_symbol(hint, source, DimDynamic.DYNAMIC)
+        create = env.create_symintnode if isinstance(hint, int) else env.create_symfloatnode
         return create(symbol, hint=hint, source=source)
 
     def input(self, value: Any, *, has_symbols: bool = False) -> Any:
@@ -121,15 +119,15 @@ class SymbolicScope:
             value: a real tensor, returned unchanged; a float, which becomes a 0-d tensor; or an integer.
             has_symbols: whether the sizes of a tensor are symbols while the graph is traced.
         """
-        source = ConstantSource(f"input{len(self._inputs)}")
+        name = f"input{len(self._inputs)}"
         if isinstance(value, int):
-            symbol = self.shape_env.create_unspecified_symbol(value, source, DimDynamic.DYNAMIC)
-            self._inputs.append(self.shape_env.create_symintnode(symbol, hint=value, source=source))
+            self._inputs.append(self._like_number(name, value))
             return self._inputs[-1]
         if is_float := isinstance(value, float):
             value = torch.tensor(value, dtype=torch.float64)
         self._has_symbols |= has_symbols
-        fake = self.fake_mode.from_tensor(value, static_shapes=not (is_float or has_symbols), source=source)
+        is_static, source = not (is_float or has_symbols), ConstantSource(name)
+        fake = self.fake_mode.from_tensor(value, static_shapes=is_static, source=source)
         self._fakes.append(fake)  # the mode forgets fake tensors without references
         if is_float:
             number: Any = fake.item_memo
@@ -141,8 +139,7 @@ class SymbolicScope:
     def like(self, spec: Any) -> torch.Tensor:
         """Return a fake tensor; ``spec`` has a method ``empty`` that makes a tensor of its layout."""
         with self.fake_mode:
-            made: torch.Tensor = spec.empty()
-        return made
+            return spec.empty()
 
     def guard(self) -> Callable[[Sequence[Any]], bool] | None:
         """Return a function that tests whether a list of inputs satisfies all guards; None without guards."""

@@ -70,13 +70,8 @@ def trace_unfused(is_ours: Callable[[], bool]) -> None:
 
 def _twin(function: FunctionType) -> FunctionType:
     """Copy a function, so that substitutes registered for the original do not apply to the copy."""
-    twin = FunctionType(
-        function.__code__,
-        function.__globals__,
-        function.__name__,
-        function.__defaults__,
-        function.__closure__,
-    )
+    given = function.__globals__, function.__name__, function.__defaults__, function.__closure__
+    twin = FunctionType(function.__code__, *given)
     twin.__kwdefaults__ = function.__kwdefaults__
     return twin
 

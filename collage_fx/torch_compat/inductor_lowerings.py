@@ -26,6 +26,7 @@ def register_pointwise_lowering(
         dtype: dtype of the result.
     """
 
+    @register_lowering(operator, type_promotion_kind=None)
     def lowering(*arguments: Any) -> Any:
         tensors = [argument for argument in arguments if isinstance(argument, ir.TensorBox)]
         loads = [tensor.make_loader() for tensor in tensors]
@@ -36,8 +37,6 @@ def register_pointwise_lowering(
             inner_fn=lambda index: compute([load(index) for load in loads]),
             ranges=list(tensors[0].get_size()),
         )
-
-    register_lowering(operator, type_promotion_kind=None)(lowering)
 
 
 def register_placed_lowering(
@@ -52,6 +51,7 @@ def register_placed_lowering(
         dtype: dtype of the result.
     """
 
+    @register_lowering(operator, type_promotion_kind=None)
     def lowering(like: Any, *numbers: Any) -> Any:
         loads = [number.make_loader() for number in numbers if number is not None]
         like.realize()  # without memory it has no strides
@@ -71,8 +71,6 @@ def register_placed_lowering(
             return result if kind is dtype else ops.to_dtype(result, dtype, src_dtype=kind)
 
         return ir.Pointwise.create(device=device, dtype=dtype, inner_fn=element, ranges=list(like.get_size()))
-
-    register_lowering(operator, type_promotion_kind=None)(lowering)
 
 
 def register_block_lowerings(
@@ -99,6 +97,7 @@ def register_block_lowerings(
         dtype_of_codes: by bits and whether numbers may be negative.
     """
 
+    @register_lowering(scales_operator, type_promotion_kind=None)
     def scales_of(values: Any, like: Any, signed: bool) -> Any:
         like.realize()
         order = _memory_order(like)
@@ -132,6 +131,7 @@ def register_block_lowerings(
 
         return of_element
 
+    @register_lowering(codes_operator, type_promotion_kind=None)
     def codes_of(values: Any, scales: Any, phases: Any, like: Any, bits: int, signed: bool) -> Any:
         loads = values.make_loader(), load_of_scale(scales, like)
         phase = None if phases is None else phases.make_loader()
@@ -140,15 +140,12 @@ def register_block_lowerings(
             device=device,
             dtype=dtype_of_codes[bits, signed],
             inner_fn=lambda index: code(
-                *(load(index) for load in loads),
-                phase and phase(index),
-                bits,
-                signed,
-                device.type != "cpu",
+                *(load(index) for load in loads), phase and phase(index), bits, signed, device.type != "cpu"
             ),
             ranges=list(values.get_size()),
         )
 
+    @register_lowering(values_operator, type_promotion_kind=None)
     def values_of(codes: Any, scales: Any, bits: int, signed: bool) -> Any:
         loads = codes.make_loader(), load_of_scale(scales, codes)
         return ir.Pointwise.create(
@@ -157,13 +154,6 @@ def register_block_lowerings(
             inner_fn=lambda index: value(*(load(index) for load in loads), bits, signed),
             ranges=list(codes.get_size()),
         )
-
-    for operator, lowering in (
-        (scales_operator, scales_of),
-        (codes_operator, codes_of),
-        (values_operator, values_of),
-    ):
-        register_lowering(operator, type_promotion_kind=None)(lowering)
 
 
 def _memory_order(tensor: Any) -> list[int]:
@@ -203,11 +193,10 @@ def pointwise_of(node: torch.fx.Node, values: Mapping[torch.fx.Node, Any]) -> An
 def register_realizing_lowering(operator: Any) -> None:
     """Lower ``operator(x)`` to ``x`` stored in memory: its readers load it, not recompute it."""
 
+    @register_lowering(operator, type_promotion_kind=None)
     def lowering(x: Any) -> Any:
         x.realize()
         return x
-
-    register_lowering(operator, type_promotion_kind=None)(lowering)
 
 
 def _product(size: Sequence[Any]) -> Any:

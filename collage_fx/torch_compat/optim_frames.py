@@ -6,7 +6,7 @@ import functools
 import inspect
 import sys
 from collections.abc import Callable, Hashable, Iterator, Mapping
-from types import CodeType, FunctionType, MethodType
+from types import CodeType, FrameType, FunctionType, MethodType
 from typing import Any, NamedTuple
 
 import torch
@@ -126,14 +126,12 @@ def compiled_callables_on_the_stack() -> Iterator[tuple[Callable[..., Any], Any]
 
     Order: innermost first, up to a function that is disabled for Dynamo.
     """
-    frame: Any = sys._getframe()
-    while frame is not None:
+    for frame in frames_on_the_stack():
         if frame.f_code.co_filename == inspect.getfile(torch._dynamo.eval_frame):
             if "callback" in frame.f_code.co_freevars:
                 yield frame.f_locals["fn"], frame.f_locals["callback"]
             elif frame.f_code.co_name == "_fn":
                 return
-        frame = frame.f_back
 
 
 class RunningCall(NamedTuple):
@@ -156,13 +154,13 @@ class RunningCall(NamedTuple):
 
 def running_call() -> RunningCall | None:
     """Return the innermost call of a compiled callable that Python is in; None if it is in none."""
-    frame: Any = sys._getframe()
-    while frame is not None and (
-        frame.f_code.co_filename != inspect.getfile(torch._dynamo.eval_frame)
-        or not {"callback", "cleanups"} <= frame.f_locals.keys()
-    ):
-        frame = frame.f_back
-    if frame is None:
+    calls = (
+        frame
+        for frame in frames_on_the_stack()
+        if frame.f_code.co_filename == inspect.getfile(torch._dynamo.eval_frame)
+        and {"callback", "cleanups"} <= frame.f_locals.keys()
+    )
+    if (frame := next(calls, None)) is None:
         return None
     found = frame.f_locals
     return RunningCall(
@@ -192,24 +190,28 @@ def compiled_callables_within(function: Any) -> list[tuple[Callable[..., Any], A
     return found
 
 
+def frames_on_the_stack() -> Iterator[FrameType]:
+    """Yield Python's frames, innermost first."""
+    frame: FrameType | None = sys._getframe()
+    while frame is not None:
+        yield frame
+        frame = frame.f_back
+
+
 def possible_steps_on_the_stack() -> Iterator[tuple[CodeType, Mapping[str, Any]]]:
     """Yield Python's frames, innermost first; with variables if the frame may be a step.
 
     Other frames come without variables: reading them keeps the objects alive as long as the frame.
     """
-    frame = sys._getframe()
-    while frame is not None:
+    for frame in frames_on_the_stack():
         may_be_a_step = frame.f_code.co_name == "step" or is_in_torchs_optimizer(frame.f_code)
         yield frame.f_code, frame.f_locals if may_be_a_step else {}
-        frame = frame.f_back  # type: ignore[assignment]
 
 
 def variables_on_the_stack(is_asked_for: Callable[[CodeType], bool]) -> Mapping[str, Any] | None:
     """Return the variables of Python's innermost frame whose code is asked for; None if there is none."""
-    frame: Any = sys._getframe()
-    while frame is not None and not is_asked_for(frame.f_code):
-        frame = frame.f_back
-    return None if frame is None else frame.f_locals
+    frames = frames_on_the_stack()
+    return next((frame.f_locals for frame in frames if is_asked_for(frame.f_code)), None)
 
 
 def key_of_code(code: CodeType) -> Hashable:

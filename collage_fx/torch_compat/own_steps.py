@@ -47,10 +47,8 @@ _GUARDED = "__collage_fx_guarded__"
 #: Attributes of an optimizer while its own step runs: threads that are in it, and the optimizer's hooks.
 _INSIDE, _KEPT = "__collage_fx_inside__", "__collage_fx_hooks__"
 
-#: Names of an optimizer's attributes that hold its hooks.
+#: Attributes of an optimizer that hold its hooks before and after a step, and before saving.
 _PRE, _POST = "_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"
-
-#: Name of an optimizer's attribute that holds its hooks before saving.
 _SAVING = "_optimizer_state_dict_pre_hooks"
 
 #: Hooks of an optimizer while the compiled step runs: empty, because Dynamo would trace them a second time.

@@ -15,8 +15,7 @@ reason.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Sequence
-from itertools import chain
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -50,8 +49,9 @@ def _updating(
     def with_stores_in_one_frame(self: AveragedModel, model: torch.nn.Module) -> None:
         if self.n_averaged == 0:
             update_parameters(self, model)
-            return _copy_each(*(list(_averaged(each, self.use_buffers)) for each in (self.module, model)))
-        average = self.avg_fn or (_equal_average if _on_cpu(self) else None)
+            return _copy_each(*(_averaged(each, self.use_buffers) for each in (self.module, model)))
+        is_on_cpu = all(p.device.type == "cpu" for p in self.parameters())
+        average = self.avg_fn or (_equal_average if is_on_cpu else None)
         if self.multi_avg_fn is not None or average is None:
             return update_parameters(self, model)
         self.multi_avg_fn = functools.partial(_average_each, average)
@@ -63,13 +63,9 @@ def _updating(
     return with_stores_in_one_frame
 
 
-def _on_cpu(model: torch.nn.Module) -> bool:
-    return all(p.device.type == "cpu" for p in model.parameters())
-
-
-def _averaged(model: torch.nn.Module, use_buffers: bool) -> Iterator[Tensor]:
+def _averaged(model: torch.nn.Module, use_buffers: bool) -> list[Tensor]:
     """Return the tensors of a model that are averaged."""
-    return chain(model.parameters(), model.buffers() if use_buffers else ())
+    return [*model.parameters(), *(model.buffers() if use_buffers else ())]
 
 
 @torch.no_grad()

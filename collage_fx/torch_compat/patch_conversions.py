@@ -7,7 +7,6 @@ import functools
 import gc
 import inspect
 import logging
-import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -34,9 +33,11 @@ from collage_fx.torch_compat.dynamo_trace import (
 from collage_fx.torch_compat.optim_frames import (
     codes_of,
     compiler_within,
+    frames_on_the_stack,
     is_in_torchs_optimizer,
     optimizer_being_stepped,
     optimizer_of_method,
+    variables_on_the_stack,
 )
 from collage_fx.torch_compat.patch_dtypes import tracing_several_dtypes
 from collage_fx.torch_compat.patch_graph_breaks import GraphBreak, watching_graph_breaks
@@ -231,10 +232,8 @@ class _Watched:
 def _given_to_compile() -> Any:
     """Return the function that ``torch.compile`` was called with, if that call is running."""
     compiling = inspect.unwrap(torch.compile).__code__  # Lightning, for example, wraps it
-    caller: Any = sys._getframe()
-    while caller is not None and caller.f_code is not compiling:
-        caller = caller.f_back
-    return None if caller is None else caller.f_locals.get("model")
+    variables = variables_on_the_stack(lambda code: code is compiling)
+    return None if variables is None else variables.get("model")
 
 
 def _is_not_to_be_converted() -> bool:
@@ -243,10 +242,10 @@ def _is_not_to_be_converted() -> bool:
     Dynamo decides this by the caller of the function to convert. It skips its own frames when it looks for
     the caller, but not ours, so this function repeats the search.
     """
-    caller: Any = sys._getframe()
-    while caller is not None and caller.f_code.co_filename in (__file__, convert_frame.__file__):
-        caller = caller.f_back
-    return caller is not None and caller.f_code is decorators._nonrecursive_disable_wrapper_code
+    skipped = __file__, frames_on_the_stack.__code__.co_filename, convert_frame.__file__
+    codes = (frame.f_code for frame in frames_on_the_stack())
+    caller = next((code for code in codes if code.co_filename not in skipped), None)
+    return caller is decorators._nonrecursive_disable_wrapper_code
 
 
 @contextlib.contextmanager
@@ -328,12 +327,7 @@ def _silent_about_profiling() -> Iterator[None]:
 @contextlib.contextmanager
 def compiling() -> Iterator[None]:
     """Context manager: compile a graph that Dynamo has not captured, while no other thread compiles."""
-    with (
-        compile_lock,
-        _fewer_objects_to_look_at(),
-        noticing_burned_in(),
-        tracing_several_dtypes(),
-    ):
+    with compile_lock, _fewer_objects_to_look_at(), noticing_burned_in(), tracing_several_dtypes():
         yield
 
 
@@ -396,8 +390,7 @@ def handle_stances(
       would mark the code as never to be compiled.
     - ``force_backend``: not for a backend that compensates, because the forced backend would not compensate.
     - ``"eager_on_recompile"``: existing compiled code is called. New code is compiled only for functions that
-    a
-      step calls after its hooks, because then the step can no longer be taken in another way.
+      a step calls after its hooks, because then the step can no longer be taken in another way.
     - ``"eager_then_compile"``: the first call is compiled.
     - ``"fail_on_recompile"``: as in torch.
 

@@ -7,7 +7,6 @@ import inspect
 import sysconfig
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import filterfalse
 from pathlib import Path
 from types import CodeType
 from typing import Any
@@ -79,7 +78,8 @@ def watching_graph_breaks(
 
     def watching(original: Callable[..., None]) -> Callable[..., None]:
         def watched(self: Any, code_options: Any, reason: str, exc: Any) -> None:
-            if not _is_torchs_own(self.f_code, exc):
+            is_torchs_own = is_in_torchs_optimizer(self.f_code) and _is_called_by_torchs_optimizer(exc)
+            if not is_torchs_own:
                 # Dynamo resumes after a break, unless it is in a loop or in some blocks.
                 rest = self.f_locals if "kipping the " in str(reason) else None
                 watch(self.f_code, _describe_graph_break(self, exc, rest))
@@ -88,11 +88,6 @@ def watching_graph_breaks(
         return watched
 
     return GRAPH_BREAKS.entered(watching)
-
-
-def _is_torchs_own(code: CodeType, cause: Any) -> bool:
-    """Return whether a break is written into torch.optim's wrapper around ``step``."""
-    return is_in_torchs_optimizer(code) and _is_called_by_torchs_optimizer(cause)
 
 
 def _is_called_by_torchs_optimizer(cause: Any) -> bool:
@@ -110,16 +105,12 @@ def _describe_graph_break(translator: Any, cause: Any, left: Mapping[str, Any] |
     stack = _stack_of(cause)
     lines = [line.strip() for line in str(getattr(cause, "msg", cause)).splitlines() if line.strip()]
     explained = [line.removeprefix("Explanation: ") for line in lines[:2]]
-    where = next(map(_place, filterfalse(_is_internal, reversed(stack))), translator.f_code.co_name)
+    places = (f"{e.filename}:{e.lineno} in {e.name}" for e in reversed(stack) if not _is_internal(e))
+    where = next(places, translator.f_code.co_name)
     reason = ". ".join(explained)
     stepped_by = _optimizer_stepped_by(translator, stack, reason)
     is_exception = reason.startswith("Observed exception")
     return GraphBreak(*stepped_by, _is_called_by_torchs_optimizer(cause), is_exception, reason, where, left)
-
-
-def _place(entry: Any) -> str:
-    """Return file, line and function of an entry of Dynamo's stack."""
-    return f"{entry.filename}:{entry.lineno} in {entry.name}"
 
 
 def _is_internal(entry: Any) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import inspect
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextvars import ContextVar
@@ -17,7 +18,7 @@ from collage_fx.torch_compat import records
 from collage_fx.torch_compat.dynamo_trace import output_being_traced
 from collage_fx.torch_compat.optim_frames import is_of_torch_optim, is_torchs_step, key_of_code
 from collage_fx.torch_compat.patch_graph_breaks import SHAPES_OF_BREAKS
-from collage_fx.torch_compat.patching import Patch
+from collage_fx.torch_compat.patching import Patch, Wrapper
 from collage_fx.torch_compat.tensors import is_guarded_by_identity
 
 OPTIMIZERS = Patch(
@@ -105,9 +106,7 @@ Place = tuple[int | str, ...]
 
 
 @contextlib.contextmanager
-def watching_optimizers(
-    watch: Callable[[torch.optim.Optimizer], Iterable[Place] | None],
-) -> Iterator[None]:
+def watching_optimizers(watch: Callable[[torch.optim.Optimizer], Iterable[Place] | None]) -> Iterator[None]:
     """Context manager: call ``watch(optimizer)`` when Dynamo starts to trace an optimizer.
 
     A :class:`ShortenTraceback` exception ends the trace and reaches the user unchanged, before anything runs.
@@ -148,17 +147,22 @@ def watching_optimizers(
         OPTIMIZERS.entered(watching),
         NUMBERS.entered(_by_optimizer),
         STATE_LISTS.entered(_with_positional_lists),
-        TYPES.entered(_but_of_known_tensors),
+        TYPES.entered(_omitting_guards_of(is_guarded_by_identity)),
     ):
         yield
 
 
-def _but_of_known_tensors(type_match: Callable[..., None]) -> Callable[..., None]:
-    def matched(self: Any, guard: Any) -> None:
-        if not is_guarded_by_identity(self.get(guard)):
-            type_match(self, guard)
+def _omitting_guards_of(is_omitted: Callable[[Any], bool]) -> Wrapper:
+    """Return a wrapper of a method that makes guards: it makes none of values for which this is true."""
 
-    return matched
+    def omitting(match: Callable[..., None]) -> Callable[..., None]:
+        def matched(self: Any, guard: Any, *args: Any, **kwargs: Any) -> None:
+            if not is_omitted(self.get(guard)):
+                match(self, guard, *args, **kwargs)
+
+        return matched
+
+    return omitting
 
 
 def _with_positional_lists(call_method: Callable[..., Any]) -> Callable[..., Any]:
@@ -354,16 +358,9 @@ def thinning_lists(choose: Thin) -> Iterator[None]:
 
         return update_list_args
 
-    with LISTS.entered(updating), GRADIENTS.entered(_but_of_those_looked_for):
+    is_looked_for = functools.partial(records.has, kind=_LookedFor)
+    with LISTS.entered(updating), GRADIENTS.entered(_omitting_guards_of(is_looked_for)):
         yield
-
-
-def _but_of_those_looked_for(not_none_match: Callable[..., None]) -> Callable[..., None]:
-    def matched(self: Any, guard: Any, *args: Any, **kwargs: Any) -> None:
-        if not records.has(self.get(guard), _LookedFor):
-            not_none_match(self, guard, *args, **kwargs)
-
-    return matched
 
 
 tracing_whole: ContextVar[bool] = ContextVar("tracing_whole", default=False)

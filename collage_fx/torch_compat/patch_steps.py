@@ -42,14 +42,9 @@ OWN_STEPS = Patch(
 _MARK = "__collage_fx__"
 
 
-def wrap_flat_states(wrapper: Wrapper) -> None:
-    """Replace the unflattening of a flattened optimizer state dict by ``wrapper(original)``."""
-    FLAT_STATES.install(wrapper)
-
-
-def wrap_loading_of_modules(wrapper: Wrapper) -> None:
-    """Replace ``Module.load_state_dict`` by ``wrapper(original)``."""
-    LOADING_OF_MODULES.install(wrapper)
+#: Functions that replace, by ``wrapper(original)``, the unflattening of a flattened optimizer state dict, and
+#: ``Module.load_state_dict``.
+wrap_flat_states, wrap_loading_of_modules = FLAT_STATES.install, LOADING_OF_MODULES.install
 
 
 def before_eager_steps(hook: Callable[[Optimizer, Any, Any], None]) -> None:

@@ -168,10 +168,8 @@ class Sharding(NamedTuple):
     def row_sharding(self) -> Sharding:
         """Placement of a tensor whose rows are divided among the same processes as the elements."""
         distributed = sys.modules["torch.distributed.tensor"]
-        placements = (
-            distributed.Shard(0) if i in self._cut_by else distributed.Replicate()
-            for i in range(len(self.placements))
-        )
+        cut, copied = distributed.Shard(0), distributed.Replicate()
+        placements = (cut if i in self._cut_by else copied for i in range(len(self.placements)))
         return Sharding(self.mesh, tuple(placements))
 
     def gives_rows_to_all(self, rows: int) -> bool:
@@ -226,9 +224,8 @@ def local_tensor(tensor: torch.Tensor, sharding: Sharding | None = None) -> torc
     Args:
         tensor: the tensor.
         sharding: the placement of the wanted shard, by default the tensor's own. An ordinary tensor, which
-        all
-            processes hold, is cut. A DTensor with another placement is redistributed, so all processes must
-            call this function.
+            all processes hold, is cut. A DTensor with another placement is redistributed, so all processes
+            must call this function.
     """
     of = sharding_of(tensor)
     if of is None and sharding is None:
@@ -310,8 +307,6 @@ def wrapper_subclass(
 @contextlib.contextmanager
 def without_modes() -> Iterator[None]:
     """Context manager: tensor operations ignore all active modes, of dispatch and of functions."""
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(_disable_current_modes())
-        if torch._C._is_torch_function_mode_enabled():
-            stack.enter_context(_pop_mode_temporarily())
+    has_functions = torch._C._is_torch_function_mode_enabled()
+    with _disable_current_modes(), _pop_mode_temporarily() if has_functions else contextlib.nullcontext():
         yield
