@@ -58,19 +58,16 @@ class Library(NamedTuple):
 def load_library() -> Library:
     """Compile the library, or take it from Inductor's cache."""
     library = load_cpp_library(_source())
-    pointer, word = ctypes.c_void_p, ctypes.c_int64
-    run, gather = library.run, ctypes.PyDLL(library._name).gather
+    pointer, word, with_gil = ctypes.c_void_p, ctypes.c_int64, ctypes.PyDLL(library._name)
+    run, fill, classify = library.run, library.fill, library.classify
+    gather, peek = with_gil.gather, with_gil.peek
     run.argtypes = [pointer, word, pointer, word, *[pointer] * 6, word, word, pointer]
     gather.argtypes = [ctypes.py_object, word, pointer, pointer, pointer]
-    fill = library.fill
     fill.argtypes = [word, *[pointer] * 5, word]
-    classify = library.classify
     classify.argtypes = [word, word, word, pointer, word, *[pointer] * 4]
-    classify.restype = word
-    peek = ctypes.PyDLL(library._name).peek
     peek.argtypes = [word, pointer, pointer, pointer]
     run.restype = gather.restype = peek.restype = None
-    fill.restype = word
+    fill.restype = classify.restype = word
     return Library(run, gather, fill, classify, peek)
 
 

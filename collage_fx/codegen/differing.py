@@ -6,7 +6,6 @@ import ctypes
 import functools
 from collections.abc import Callable
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -43,15 +42,15 @@ def differing_elements(values: Tensor, before: Tensor) -> tuple[Tensor, Tensor]:
         found = [_differing(*part) + i * CHUNK_OF_A_DEVICE for i, part in enumerate(parts)]
         indices = torch.cat(found)
         return indices.to(dtype), values[indices]
-    threads, library = torch.get_num_threads(), _load_library()
+    threads, (compare, take_elements) = torch.get_num_threads(), _load_library()
     counts = torch.empty(-(-n // CHUNK), dtype=torch.int64)
     words = torch.empty(-(-n // 32), dtype=torch.int32)
     given = values.data_ptr(), before.data_ptr(), n, CHUNK, words.data_ptr()
-    library.compare(*given, counts.data_ptr(), threads)
+    compare(*given, counts.data_ptr(), threads)
     ends = counts.cumsum(0)
     indices, taken = torch.empty(int(counts.sum()), dtype=dtype), values.new_empty(int(counts.sum()))
     taking = words.data_ptr(), n, CHUNK, ends.data_ptr(), values.data_ptr()
-    library.take_elements(*taking, indices.data_ptr(), dtype.itemsize, taken.data_ptr(), threads)
+    take_elements(*taking, indices.data_ptr(), dtype.itemsize, taken.data_ptr(), threads)
     return indices, taken
 
 
@@ -62,18 +61,11 @@ def _differing(values: Tensor, before: Tensor) -> Tensor:
     return (values.view(integers) != others).view(len(values), -1).any(1).nonzero()[:, 0]
 
 
-class _Library(NamedTuple):
-    """Functions of ``differing.cpp``, called with numbers."""
-
-    compare: Callable[..., None]
-    take_elements: Callable[..., None]
-
-
 @functools.cache
-def _load_library() -> _Library:
-    """Compile the library, or take it from Inductor's cache."""
+def _load_library() -> tuple[Callable[..., None], Callable[..., None]]:
+    """Return ``compare`` and ``take_elements`` of ``differing.cpp``, compiled or from Inductor's cache."""
     library = load_cpp_library(Path(__file__).with_suffix(".cpp").read_text(encoding="utf-8"))
     pointer, word = ctypes.c_void_p, ctypes.c_int64
     compare = ctypes.CFUNCTYPE(None, pointer, pointer, word, word, pointer, pointer, ctypes.c_int)
     take = ctypes.CFUNCTYPE(None, pointer, word, word, *[pointer] * 3, word, pointer, ctypes.c_int)
-    return _Library(compare(("compare", library)), take(("take_elements", library)))
+    return compare(("compare", library)), take(("take_elements", library))

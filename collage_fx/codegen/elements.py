@@ -324,10 +324,8 @@ def is_load(node: Node) -> bool:
 
 def reads_half(node: Node) -> bool:
     """Return whether a node converts a float16 input to float32."""
-    if not is_load(node):
-        return False
-    dtypes = _operand(node).meta["val"].dtype, node.meta["val"].dtype
-    return dtypes == (torch.float16, torch.float32)
+    dtypes = torch.float16, torch.float32
+    return is_load(node) and (_operand(node).meta["val"].dtype, node.meta["val"].dtype) == dtypes
 
 
 def is_rounding(node: Node) -> bool:
