@@ -55,24 +55,10 @@ from collage_fx.capture.patterns import (
     positions_of,
 )
 from collage_fx.capture.recorder import Recorder
-from collage_fx.capture.segment import (
-    Deferred,
-    RecordedFunction,
-    Segment,
-    Spec,
-    Together,
-    is_whole,
-    real,
-)
+from collage_fx.capture.segment import Deferred, RecordedFunction, Segment, Spec, Together, is_whole, real
 from collage_fx.graph import is_matrix_product
 from collage_fx.state import has_error_terms, records_version
-from collage_fx.torch_compat import (
-    fused_operator,
-    has_storage,
-    is_wrapper_class,
-    run_unfused,
-    storage_of,
-)
+from collage_fx.torch_compat import fused_operator, has_storage, is_wrapper_class, run_unfused, storage_of
 
 
 class Matcher(TorchFunctionMode):
@@ -85,7 +71,6 @@ class Matcher(TorchFunctionMode):
 
     Args:
         recorder: the recorder, a mode that is entered before this one.
-        kind_of: see :class:`~collage_fx.capture.recorder.Recorder`.
         is_gradient: tells whether a tensor is the gradient of a parameter.
         compile_together: compiles a graph whose equal updates become one; raises :class:`NotByFamily`.
         binds: whether code may hold the optimizer's tensors, and lives no longer than the optimizer.
@@ -97,7 +82,6 @@ class Matcher(TorchFunctionMode):
     def __init__(
         self,
         recorder: Recorder,
-        kind_of: Callable[[Tensor, bool], Any],
         is_gradient: Callable[[Tensor], bool],
         compile_together: Callable[..., Any],
         *,
@@ -105,7 +89,6 @@ class Matcher(TorchFunctionMode):
     ) -> None:
         super().__init__()
         self._recorder = recorder
-        self._kind_of = kind_of
         self._is_gradient = is_gradient
         self._compile_together = compile_together
         self._binds = binds
@@ -429,7 +412,7 @@ class Matcher(TorchFunctionMode):
 
     def _kind(self, tensor: Tensor, is_written: bool) -> Any:
         """Return the facts about a tensor that code depends on; the last is whether it has error terms."""
-        return type(tensor), self._kind_of(tensor, is_written), has_error_terms(tensor)
+        return type(tensor), self._recorder.kind_of(tensor, is_written), has_error_terms(tensor)
 
     @torch.compiler.disable
     def _run(self, pattern: Pattern) -> None:
@@ -473,7 +456,7 @@ class Matcher(TorchFunctionMode):
         chosen = {id(operation) for part in several for operation in part.function.operations}
         operations = [each for each in segment.operations if id(each) in chosen]
         kept = [number for part in several for number in part.function.kept]
-        function = RecordedFunction(segment, operations, kept, self._kind_of)
+        function = RecordedFunction(segment, operations, kept, self._recorder.kind_of)
         positions = positions_of(function, positions_in(segment))
         function.numbers = [operands[position] for position in positions]
         changing = {part.numbers[i] for part in several for i in part.compiled.inputs}

@@ -42,7 +42,7 @@ from torch.utils.weak import TensorWeakRef
 
 from collage_fx.capture.compiled import Compiled, CompileGraph, compiled_for
 from collage_fx.capture.inputs import MadeInStep
-from collage_fx.capture.patterns import Part
+from collage_fx.capture.patterns import Part, found_in
 from collage_fx.capture.segment import (
     Deferred,
     Operation,
@@ -129,7 +129,7 @@ class Recorder(TorchDispatchMode):
     ) -> None:
         super().__init__()
         self._compile_graph = compile_graph
-        self._kind_of = kind_of
+        self.kind_of = kind_of
         self._original_of = original_of
         self._known = known
         self._numbers = numbers
@@ -237,7 +237,7 @@ class Recorder(TorchDispatchMode):
     def _has_its_values(self, signature: Signature, args: Any, kwargs: dict[str, Any]) -> bool:
         """Return whether an operation is executed at once: its operands are real, and fusing gains little."""
         is_small, is_sparse = True, False
-        for tensor in _tensors_in([*args, *kwargs.values()]):
+        for tensor in found_in(Tensor, [*args, *kwargs.values()]):
             if type(tensor) is Deferred:
                 return False
             is_small = is_small and tensor.dim() == 0 and not is_low_precision(tensor.dtype)
@@ -246,7 +246,7 @@ class Recorder(TorchDispatchMode):
 
     def _call(self, signature: Signature, args: Any, kwargs: dict[str, Any]) -> Any:
         """Execute an operation on real tensors, after the recorded operations that it depends on."""
-        if self._depends_on_what_is_recorded(signature, list(_tensors_in([*args, *kwargs.values()]))):
+        if self._depends_on_what_is_recorded(signature, list(found_in(Tensor, [*args, *kwargs.values()]))):
             self.flush()
             args, kwargs = map_aggregate((args, kwargs), real)
         result = signature.operator(*args, **kwargs)
@@ -268,7 +268,7 @@ class Recorder(TorchDispatchMode):
         if signature.reads_no_values or factorizes(func) or func is aten._local_scalar_dense.default:
             return self._call(signature, args, kwargs)
         wide: dict[int, tuple[Tensor, Tensor]] = {}
-        any_has_terms = any(map(self._may_have_error_terms, _tensors_in([*args, *kwargs.values()])))
+        any_has_terms = any(map(self._may_have_error_terms, found_in(Tensor, [*args, *kwargs.values()])))
 
         def widened(tensor: Tensor) -> Tensor:
             if any_has_terms and id(tensor) not in wide and is_low_precision(tensor.dtype):
@@ -386,7 +386,7 @@ class Recorder(TorchDispatchMode):
         if operation.numbers and takes_integers:
             operation = operation.with_integers()
         for name in signature.writes:
-            segment.written.update(segment.base(self._value_of(t)) for t in _tensors_in([given[name]]))
+            segment.written.update(segment.base(self._value_of(t)) for t in found_in(Tensor, given[name]))
         returned = []
         for spec, (origin, name) in zip(predicted, signature.results, strict=True):
             if origin == "same":
@@ -412,7 +412,7 @@ class Recorder(TorchDispatchMode):
             made = self._without_elements(operation.signature, args, kwargs)
             returned = len(operation.signature.results)
             results = made if returned > 1 else [made] if returned else []
-            is_integer = any(not tensor.dtype.is_floating_point for tensor in _tensors_in(results))
+            is_integer = any(not tensor.dtype.is_floating_point for tensor in found_in(Tensor, results))
             specs = tuple(
                 Spec.of(result) if isinstance(result, Tensor) else tuple(map(Spec.of, result))
                 for result in results
@@ -551,7 +551,7 @@ class Recorder(TorchDispatchMode):
             return None
         for value in kept:
             self._allocate(segment.values[value].tensor)
-        function = RecordedFunction(segment, operations, kept, self._kind_of)
+        function = RecordedFunction(segment, operations, kept, self.kind_of)
         key = (function.form, function.shapes, *function.sizes)
         if key not in self._compiled and self._first_met.setdefault(function.form, self._steps) < self._steps:
             key = function.form
@@ -566,7 +566,7 @@ class Recorder(TorchDispatchMode):
                 self._at_once |= function.operators_of(compiled.burned_in)
             compiled(function)
             if not compiled.is_stale:  # the code is that for tensors with the error terms it gives
-                function.look_at(segment, self._kind_of, len(function.inputs))
+                function.look_at(segment, self.kind_of, len(function.inputs))
                 key = function.form if takes_sizes else (function.form, *key[1:])
                 self._compiled.setdefault(key, known)
                 self._first_met.setdefault(function.form, self._steps)
@@ -603,15 +603,6 @@ class Recorder(TorchDispatchMode):
 def is_recording() -> bool:
     """Return whether operations that this thread calls are being recorded."""
     return _is_recording.get()
-
-
-def _tensors_in(arguments: Any) -> Iterator[Tensor]:
-    """Yield the tensors among arguments, lists of tensors included."""
-    for argument in arguments:
-        if isinstance(argument, Tensor):
-            yield argument
-        elif isinstance(argument, (list, tuple)):
-            yield from _tensors_in(argument)
 
 
 def _each_tensor(function: Callable[[Tensor], Any], arguments: Any) -> Any:

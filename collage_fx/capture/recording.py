@@ -204,23 +204,15 @@ def _restore_numbers(optimizer: Optimizer, numbers: Numbers) -> None:
             record(optimizer, recording.request, recording.reason)
 
 
-def _numbers_of(optimizer: Optimizer) -> Numbers | None:
-    """Return a copy of the numbers of an optimizer's recorded steps; None if there are none."""
-    return {**records.of(optimizer, Recorded).numbers} or None
-
-
-def _is_recorded(optimizer: Optimizer) -> bool | None:
-    """Return True for an optimizer whose steps are recorded, else None."""
-    return is_recorded(optimizer) or None
-
-
 def _note_resumed(optimizer: Optimizer, is_resumed: bool) -> None:
     """Note that an optimizer goes on with recorded steps."""
     records.of(optimizer, Recorded).is_resumed = is_resumed
 
 
-carry_along("collage_fx.numbers", _numbers_of, _restore_numbers)
-carry_along("collage_fx.recorded", _is_recorded, _note_resumed)
+carry_along(
+    "collage_fx.numbers", lambda each: {**records.of(each, Recorded).numbers} or None, _restore_numbers
+)
+carry_along("collage_fx.recorded", lambda each: is_recorded(each) or None, _note_resumed)
 
 
 def _switched(step: Callable[..., Any]) -> Callable[..., Any]:
@@ -347,22 +339,8 @@ def beginning_here(request: Request, reason: str, *, level: int = logging.INFO) 
     return begin
 
 
-@dataclass
-class _OfCalls:
-    """Part of the object that identifies a call of ``torch.compile``.
-
-    Attributes:
-        recording: recording of the calls of its callable.
-    """
-
-    recording: _Recording
-
-
 def beginning_in_call(
-    request: Request,
-    reason: str,
-    optimizers: Sequence[Optimizer],
-    weights: Sequence[Tensor] = (),
+    request: Request, reason: str, optimizers: Sequence[Optimizer], weights: Sequence[Tensor] = ()
 ) -> Callable[[], None] | None:
     """Record the call of a compiled callable that Python is in from here on, and later calls from there on.
 
@@ -374,17 +352,16 @@ def beginning_in_call(
     if call is None or any(map(callable, pytree.tree_leaves(call.arguments))):
         return None
     log.info("%s: its calls are run by Python and recorded: %s", call.name, reason)
-    records.put(call.compiler, _OfCalls(_Recording(optimizers, request, reason, call.name, weights)))
+    records.put(call.compiler, _Recording(optimizers, request, reason, call.name, weights))
     return beginning_again()
 
 
 def beginning_again() -> Callable[[], None] | None:
     """Return the function that begins to record the call that Python is in, if such calls are recorded."""
     call = running_call()
-    found = None if call is None else records.find(call.compiler, _OfCalls)
-    if call is None or found is None:
+    recording = None if call is None else records.find(call.compiler, _Recording)
+    if call is None or recording is None:
         return None
-    recording = found.recording
 
     def begin() -> None:
         stack = ExitStack()
@@ -407,7 +384,10 @@ def beginning_again() -> Callable[[], None] | None:
 
 
 class _Recording:
-    """Recorder of one optimizer's steps, or of a function that steps some, with facts about them."""
+    """Recorder of one optimizer's steps, or of a function that steps some, with facts about them.
+
+    That of a compiled function is a part of the object that identifies its call of ``torch.compile``.
+    """
 
     def __init__(
         self,
@@ -424,20 +404,18 @@ class _Recording:
         self._label = label or type(optimizers[0]).__name__
         self.request = request
         numbers = records.of(optimizers[0], Recorded).numbers if optimizers else {}
-        self._recorder = Recorder(self._compiled, self._kind_of, self._original_of, self._known, numbers)
+        self._parameters: dict[int, Tensor] = {}
+        self._recorder = Recorder(self._compiled, self._kind_of, self._parameters.get, self._known, numbers)
         together = partial(self._compiled, by_family=True)
-        self._matcher = Matcher(
-            self._recorder, self._kind_of, self._is_gradient, together, binds=not label
-        )  # a compiled function outlives optimizers
+        # A compiled function outlives optimizers.
+        self._matcher = Matcher(self._recorder, self._is_gradient, together, binds=not label)
         self._references = [*map(weakref.ref, optimizers)]
         self._weights = [*map(TensorWeakRef, weights)]
         self._others: WeakSet[Optimizer] = WeakSet()
-        self._parameters: dict[int, Tensor] = {}
         self._ids: set[int] = set()
         self._gradients: dict[int, TensorWeakRef] = {}
         self._without_state: list[Tensor] = []
         self._born: list[Tensor] = []
-        self._has_begun = False
         self._calls_closure = False
         self._has_compiled = False
         self._steps_that_compiled = 0
@@ -473,7 +451,7 @@ class _Recording:
         self._without_state = []
         for optimizer in optimizers:
             self._refuse(optimizer)
-            if not self._has_begun:
+            if not self._steps:
                 adopt(optimizer)
                 restore_capturable(optimizer)
                 for inner in optimizers_among(vars(optimizer)).values():  # captured steps may have noted it
@@ -487,7 +465,6 @@ class _Recording:
             self._without_state += [p for _, p in parameter_names(optimizer) if not has_state(optimizer, p)]
         for other in self._others:
             settle_replaced(other)
-        self._has_begun = True
         self._steps += 1
         self._look_at()
         self._has_compiled = False
@@ -582,24 +559,21 @@ class _Recording:
             for _, each in state_tensors(optimizer.state.get(parameter))
         )
 
-    def _original_of(self, storage: int) -> Tensor | None:
-        """Return the parameter in a storage."""
-        return self._parameters.get(storage)
-
     def _known(self) -> dict[int, KnownTensor]:
         """Return the tensors that the optimizers hold, by ``id``."""
         return known_tensors({f"{type(each).__name__}_{i}": each for i, each in enumerate(self._stepped())})
 
     def _kind_of(self, tensor: Tensor, is_written: bool) -> Any:
         """Return facts about a tensor that compiled code depends on; note its role in the step."""
-        role = self._role_of(tensor)
+        is_parameter = id(tensor) in self._ids
+        role = "parameter" if is_parameter else "gradient" if self._is_gradient(tensor) else None
         is_made = records.has(tensor, MadeInStep)
         may_be_born = role is None and (is_written or is_made) and not records.has(tensor, BornInStep)
         if may_be_born and self._is_new_state(tensor):
             self._recorder.note(BornInStep, tensor)
             self._born.append(tensor)
         # A parameter that is updated gets error terms if it has none.
-        keeps_error = has_error_terms(tensor) or (role == "parameter" and is_written)
+        keeps_error = has_error_terms(tensor) or (is_parameter and is_written)
         spans = role is None and self._calls_closure and (is_written or is_made)
         if spans:
             self._recorder.note(SpanningClosure, tensor)
@@ -609,12 +583,6 @@ class _Recording:
         if role is None and (reference := self._gradients.get(storage_of(tensor))) is not None:
             role = None if reference() is None else "gradient"  # a step may free gradients that it has read
         return role, kind_of_new, keeps_error
-
-    def _role_of(self, tensor: Tensor) -> str | None:
-        """Return whether a tensor is a parameter or a gradient; None if it is neither."""
-        if id(tensor) in self._ids:
-            return "parameter"
-        return "gradient" if self._is_gradient(tensor) else None
 
     def _is_gradient(self, tensor: Tensor) -> bool:
         """Return whether a tensor is the gradient of a parameter."""
