@@ -336,10 +336,10 @@ def _record_if_classes_matter(optimizer: Optimizer, request: Request) -> None:
 def _rows_to_trace(optimizer: Optimizer, rows: Sequence[tuple[Any, ...]]) -> TracedRows | None:
     """Choose the rows of an optimizer's lists that Dynamo is to trace; None for all."""
     request = _request_now()
-    by_family = request is not None and request.backend.options.not_by_family() is None
-    come_and_go = has_stand_ins(optimizer) or members_come_and_go(optimizer)
-    packs = request is not None and request.backend.options.packs
-    traced = rows_to_trace(rows, come_and_go=come_and_go, packs=packs) if by_family else None
+    traced = None
+    if request is not None and (options := request.backend.options).not_by_family() is None:
+        come_and_go = has_stand_ins(optimizer) or members_come_and_go(optimizer)
+        traced = rows_to_trace(rows, come_and_go=come_and_go, packs=options.packs)
     if traced is None and has_stand_ins(optimizer):
         give_up_rows(optimizer)
         forget_new_state(optimizer)
@@ -810,10 +810,7 @@ def _optimizers_of(function: Any) -> list[Optimizer]:
         return [owner]
     try:
         around = inspect.getclosurevars(function)
-    except (
-        TypeError,
-        ValueError,
-    ):  # not a function of Python's, or one with a variable that has no value yet
+    except (TypeError, ValueError):  # no function of Python's, or one with a variable that has no value yet
         return []
     return list(optimizers_among({**around.globals, **around.nonlocals}).values())
 
@@ -823,12 +820,8 @@ def _optimizers_of(function: Any) -> list[Optimizer]:
 
 def _before_eager_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     """Record, check or report a step that is about to run eagerly: a hook of all optimizers."""
-    if not torch.compiler.is_compiling():  # else Dynamo traces this
-        _check_eager_step(optimizer)
-
-
-def _check_eager_step(optimizer: Optimizer) -> None:
-    """Record, check or report a step that is about to run eagerly."""
+    if torch.compiler.is_compiling():  # Dynamo traces this
+        return
     if is_recording() or is_recorded(optimizer):
         return
     requested = _requested(optimizer)
@@ -874,21 +867,17 @@ def _record_eager_step(optimizer: Optimizer, function: Any, request: Request) ->
         or (is_told and not is_whole)
     ):
         subject = optimizer if is_whole else outer
-        raise_or_warn(subject, _run_eagerly(subject, first), strict=request.strict)
+        refusal = EagerStepError(
+            f"torch runs the compiled step of {type(subject).__name__} eagerly, without error terms",
+            where=first,
+            remedy="let torch compile it: leave out TORCH_COMPILE_DISABLE, torch.compiler.set_stance and "
+            "torch.utils' dispatch modes around it. Steps of classes that call Optimizer.__init__, and are "
+            "not compiled in the class itself, are compensated also there",
+        )
+        raise_or_warn(subject, refusal, strict=request.strict)
         return
     reason = "torch has been told not to compile" if is_told else "torch runs them eagerly"
     record(optimizer, request, reason, for_one_step=is_told)
-
-
-def _run_eagerly(optimizer: Any, name: str) -> CollageError:
-    """Make the error for a compiled step that torch runs eagerly."""
-    return EagerStepError(
-        f"torch runs the compiled step of {type(optimizer).__name__} eagerly, without error terms",
-        where=name,
-        remedy="let torch compile it: leave out TORCH_COMPILE_DISABLE, torch.compiler.set_stance and "
-        "torch.utils' dispatch modes around it. Steps of classes that call Optimizer.__init__, and are not "
-        "compiled in the class itself, are compensated also there",
-    )
 
 
 def _check_bypassing_step(optimizer: Optimizer, requested: _Requested) -> None:
@@ -906,26 +895,22 @@ def _check_bypassing_step(optimizer: Optimizer, requested: _Requested) -> None:
         if first is not None and not requested.is_called:
             requested.is_called = True
             return
-    if first is not None:
-        refusal = _bypassed(optimizer, first, is_compiled=requested.is_compiled)
-        raise_or_warn(optimizer, refusal, strict=requested.request.strict)
-
-
-def _bypassed(optimizer: Optimizer, name: str, *, is_compiled: bool) -> CollageError:
-    """Make the error for a step that bypasses the compiled step."""
+    if first is None:
+        return
     there = (
         "although a compiled step keeps error terms of this optimizer's parameters, which an eager step "
         "would neither use nor keep up"
-        if is_compiled
+        if requested.is_compiled
         else "twice, and the compiled step that torch.compile returned has not: nothing is compensated"
     )
-    return EagerStepError(
+    refusal = EagerStepError(
         f"{type(optimizer).__name__}.step() has been called eagerly, {there}",
-        where=name,
+        where=first,
         remedy="have optimizer.step() be the compiled step, collage_fx.install(optimizer); or call what "
         "step = torch.compile(optimizer.step, backend=...) returned. To go on without it, drop the error "
         "terms with collage_fx.reset_error_terms(parameter)",
     )
+    raise_or_warn(optimizer, refusal, strict=requested.request.strict)
 
 
 def _check_step_of_another(optimizer: Optimizer) -> bool:
@@ -963,13 +948,8 @@ def _take_over_or_refuse(optimizer: Optimizer, name: str, owner: Optimizer | Non
     # Error terms of a checkpoint that this optimizer has loaded itself belong to no compiled step.
     is_newest_strict = _Requests.newest_is_strict and not is_adopted(optimizer)
     strict = is_newest_strict if requested is None else requested.request.strict
-    raise_or_warn(optimizer, _of_another(optimizer, name, owner), strict=strict)
-
-
-def _of_another(optimizer: Optimizer, name: str, owner: Optimizer | None) -> CollageError:
-    """Make the error for eager updates of another optimizer's compensated parameters."""
     kind, of = type(optimizer).__name__, "" if owner is None else f" of {type(owner).__name__}"
-    return EagerStepError(
+    refusal = EagerStepError(
         f"{kind}.step() updates parameters eagerly that belong to a compensated step{of}, whose error terms "
         "it would neither use nor keep up",
         where=name,
@@ -977,28 +957,26 @@ def _of_another(optimizer: Optimizer, name: str, owner: Optimizer | None) -> Col
         "collage_fx.uninstall the other optimizer, or drop the error terms with "
         "collage_fx.reset_error_terms(parameter)",
     )
+    raise_or_warn(optimizer, refusal, strict=strict)
 
 
 def _check_plain_step(optimizer: Optimizer) -> None:
     """Report the second eager step of parameters whose model is compiled by this backend."""
     for name, p in parameter_names(optimizer):
         read = records.find(p, _ReadForward)
-        if p.grad is not None and read is not None and record_of(p) is None:
-            if not read.is_stepped:
-                read.is_stepped = True
-                return
-            records.clear(_ReadForward)
-            raise_or_warn(optimizer, _only_the_model_is_compiled(optimizer, name), strict=False)
+        if p.grad is None or read is None or record_of(p) is not None:
+            continue
+        if not read.is_stepped:
+            read.is_stepped = True
             return
-
-
-def _only_the_model_is_compiled(optimizer: Optimizer, name: str) -> CollageError:
-    """Make the warning for a compiled model with an eager step."""
-    return EagerStepError(
-        f"the model is compiled with this backend, which leaves a forward pass to Inductor, and "
-        f"{type(optimizer).__name__}.step() is not: it updates low-precision parameters eagerly, without "
-        "error terms",
-        where=name,
-        remedy="compile the step: step = torch.compile(optimizer.step, backend=...). The model needs no "
-        "backend of ours: torch.compile(model)",
-    )
+        records.clear(_ReadForward)
+        report = EagerStepError(
+            f"the model is compiled with this backend, which leaves a forward pass to Inductor, and "
+            f"{type(optimizer).__name__}.step() is not: it updates low-precision parameters eagerly, without "
+            "error terms",
+            where=name,
+            remedy="compile the step: step = torch.compile(optimizer.step, backend=...). The model needs no "
+            "backend of ours: torch.compile(model)",
+        )
+        raise_or_warn(optimizer, report, strict=False)
+        return
