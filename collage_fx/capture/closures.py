@@ -291,9 +291,7 @@ def _enables_gradients(item: ast.withitem) -> bool:
 
 def _is_harmless(statement: ast.stmt) -> bool:
     """Return whether a statement does no more than name values, or check that a step is possible."""
-    if isinstance(statement, (ast.Pass, ast.Import, ast.ImportFrom)):
-        return True
-    if isinstance(statement, ast.Raise):
+    if isinstance(statement, (ast.Pass, ast.Import, ast.ImportFrom, ast.Raise)):
         return True
     if isinstance(statement, ast.Assert):
         return _is_plain(statement.test)

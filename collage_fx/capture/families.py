@@ -147,12 +147,8 @@ class _Search:
         placeholders = list(gm.graph.find_nodes(op="placeholder"))
         passed = list(zip((node.name for node in placeholders), arguments, strict=False))
         self.are_arguments_understood = len(placeholders) == len(arguments)
-        bound = dict(
-            [
-                *rows.with_rows_left_out(list(gm.named_parameters())),
-                *rows.with_rows_left_out(list(gm.named_buffers())),
-            ]
-        )
+        attributes = map(list, (gm.named_parameters(), gm.named_buffers()))
+        bound = dict(each for named in attributes for each in rows.with_rows_left_out(named))
         given = dict(rows.with_rows_left_out(passed))
         self.inputs = (*bound.values(), *given.values())
         self.names = (*bound, *given)

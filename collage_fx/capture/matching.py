@@ -276,20 +276,16 @@ class Matcher(TorchFunctionMode):
         self._next += 1
         if not call.is_executed:
             return self._value(call.result, pattern, self._objects)
-        result = self._execute(call.function, args, kwargs)
+        self._recorder.interrupted = None
+        try:
+            result = self._called(call.function, args, kwargs)
+        finally:
+            if self._pattern is not None:
+                self._recorder.interrupted = self._record
         if not self._is_result(pattern, call.result, result):
             self._record()
             self._is_noting = False
         return result
-
-    def _execute(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-        """Execute a call at once, as it was when it was recorded."""
-        self._recorder.interrupted = None
-        try:
-            return self._called(func, args, kwargs)
-        finally:
-            if self._pattern is not None:
-                self._recorder.interrupted = self._record
 
     def _value(self, template: Any, pattern: Pattern, objects: list[Deferred | None]) -> Any:
         """Return an argument or a result of a matched call; make a result that outlives the segment."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,13 +17,11 @@ class _BeforeTrace:
 
     Attributes:
         trace: mark that tells this trace from others.
-        known: ``id`` of each key that had state.
-        present: ``id`` of each key that had an entry, maybe an empty one.
+        known: ``id`` of each key that had an entry -> whether the entry was state, not empty.
     """
 
     trace: Any
-    known: frozenset[int]
-    present: frozenset[int]
+    known: dict[int, bool]
 
 
 def remember_state(optimizer: Optimizer, trace: Any) -> None:
@@ -34,18 +31,14 @@ def remember_state(optimizer: Optimizer, trace: Any) -> None:
     """
     before = records.find(optimizer, _BeforeTrace)
     if before is None or before.trace != trace:
-        known = frozenset(map(id, _keys_with_state(optimizer)))
-        records.put(optimizer, _BeforeTrace(trace, known, frozenset(map(id, optimizer.state))))
+        known = {id(key): has_state(optimizer, key) for key in optimizer.state}
+        records.put(optimizer, _BeforeTrace(trace, known))
 
 
 def forget_new_state(optimizer: Optimizer) -> None:
     """Remove the state of a refused step: state that was initialised since :func:`remember_state`."""
     if (before := records.find(optimizer, _BeforeTrace)) is not None:
-        new = {key for key in optimizer.state if id(key) not in before.present}
-        for key in new.union(key for key in _keys_with_state(optimizer) if id(key) not in before.known):
-            del optimizer.state[key]
-
-
-def _keys_with_state(optimizer: Optimizer) -> Iterator[Any]:
-    """Yield the parameters, and other keys, that have state."""
-    return (key for key in optimizer.state if has_state(optimizer, key))
+        for key in list(optimizer.state):
+            had_state = before.known.get(id(key))
+            if had_state is None or (not had_state and has_state(optimizer, key)):
+                del optimizer.state[key]

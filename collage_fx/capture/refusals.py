@@ -98,14 +98,9 @@ def refuse_optimizer(optimizer: Optimizer) -> None:
 
 
 def refuse_distributed(optimizer: Optimizer, reason: str) -> None:
-    """Raise for the first DTensor that a recorded step is about to update.
+    """Raise for the first DTensor that a recorded step is about to update; ``reason``: why it is recorded.
 
-    Args:
-        optimizer: optimizer whose steps are recorded.
-        reason: why they are recorded.
-
-    Raises:
-        UnsupportedTensorError: operations recorded on a DTensor would be on this process's shard alone.
+    Operations recorded on a DTensor would be on this process's shard alone.
     """
     for name, parameter in parameter_names(optimizer):
         if (
@@ -122,16 +117,9 @@ def refuse_distributed(optimizer: Optimizer, reason: str) -> None:
 
 
 def refuse_packed(optimizer: Optimizer, state: str | None, reason: str) -> None:
-    """Raise for an option ``state=``, which recorded steps cannot follow.
+    """Raise if the option ``state=`` is given for steps that are recorded for some reason.
 
-    Args:
-        optimizer: optimizer whose steps are recorded.
-        state: the option; None if it is not given.
-        reason: why the steps are recorded.
-
-    Raises:
-        InvalidOptionError: the option is given. A recorded step is compiled in parts, none of which shows all
-            that the step does with a state.
+    A recorded step is compiled in parts, none of which shows all that the step does with a state.
     """
     if state is not None:
         raise InvalidOptionError(
@@ -194,9 +182,6 @@ def refuse_overlaps(known: Iterable[KnownTensor]) -> None:
 
     Called ahead of AOTAutograd, which stops at some of these with an AssertionError. Tensors with gaps
     between their elements are left to AOTAutograd, which knows which of them overlap.
-
-    Raises:
-        AliasedStateError: two tensors overlap.
     """
     dense = (
         (entry.name, tensor)
@@ -211,8 +196,7 @@ def refuse_overlaps(known: Iterable[KnownTensor]) -> None:
 def first_overlap(tensors: Iterable[tuple[str, Tensor]]) -> tuple[str, str] | None:
     """Return the names of two tensors of the same memory, from the first to the last element; None if none.
 
-    Args:
-        tensors: names and tensors of known sizes, or local shards.
+    The tensors, or local shards, have known sizes.
     """
     memory: dict[int, list[tuple[int, int, str]]] = defaultdict(list)
     for name, tensor in tensors:
@@ -234,9 +218,6 @@ def refuse_aliases(gm: GraphModule, inputs: Sequence[InputInfo], known: Iterable
         gm: AOTAutograd's graph, in which such inputs have been replaced by their common base.
         inputs: description of each placeholder.
         known: tensors that the step can reach, for the message.
-
-    Raises:
-        AliasedStateError: an input shares memory.
     """
     names = {node: info.name for node, info in zip(placeholders(gm.graph), inputs, strict=True)}
     for node in assignments(gm.graph):
@@ -283,13 +264,11 @@ def refuse_fused_operators(gm: GraphModule) -> None:
 
     AOTAutograd fails at them. Steps of torch.optim do not: Note [A wish for speed] in
     ``torch_compat/fused_updates.py``.
-
-    Raises:
-        UnsupportedOptimizerError: the graph does.
     """
     for node in gm.graph.nodes:
         name = fused_operator(node.target)
-        if name is not None and any(map(_is_low_precision, node.all_input_nodes)):
+        read = [each.meta.get("example_value") for each in node.all_input_nodes]
+        if name is not None and any(isinstance(v, Tensor) and is_low_precision(v.dtype) for v in read):
             raise UnsupportedOptimizerError(
                 f"torch.{name} makes the whole update one opaque operator, which leaves nothing to "
                 "compensate",
@@ -312,12 +291,6 @@ def number_of_the_past(gm: GraphModule) -> Node | None:
         if any(user.target == "item" for user in node.users) or decides_by_number(value):
             return node
     return None
-
-
-def _is_low_precision(node: Node) -> bool:
-    """Return whether a node of Dynamo's graph is a low-precision tensor."""
-    value = node.meta.get("example_value")
-    return isinstance(value, Tensor) and is_low_precision(value.dtype)
 
 
 def _refuse_dtype(parameter: Tensor, name: str) -> None:
