@@ -33,6 +33,9 @@ PLAIN = (
     *(ast.Compare, ast.cmpop, ast.UnaryOp, ast.unaryop, ast.BoolOp, ast.boolop, ast.IfExp),
 )
 
+#: Kinds of syntax around the call of a closure that do nothing before the call.
+AROUND = (ast.Expr, ast.Assign, ast.AnnAssign, ast.NamedExpr, ast.Return, ast.keyword)
+
 
 class FirstCall(NamedTuple):
     """Call of a closure that a step makes once, before anything else.
@@ -209,23 +212,16 @@ class _Reader:
         below: ast.AST = call
         for each in self._around(call):
             if isinstance(each, (ast.If, ast.IfExp)):
-                if below is each.test or not self._is_condition(each.test):
-                    return False
+                is_harmless = below is not each.test and self._is_condition(each.test)
             elif isinstance(each, ast.With):
-                if not all(map(_enables_gradients, each.items)):
-                    return False
+                is_harmless = all(map(_enables_gradients, each.items))
             elif isinstance(each, ast.Call):
-                if not _is_plain(each.func):
-                    return False
-            elif not isinstance(
-                each,
-                (ast.Expr, ast.Assign, ast.AnnAssign, ast.NamedExpr, ast.Return, ast.keyword)
-                + (ast.FunctionDef,) * (each is self._function),
-            ):
-                return False
+                is_harmless = _is_plain(each.func)
+            else:
+                is_harmless = each is self._function or isinstance(each, AROUND)
             blocks = [getattr(each, name, None) for name in ("body", "orelse")]
             block = next((block for block in blocks if isinstance(block, list) and below in block), [below])
-            if not all(map(_is_harmless, block[: block.index(below)])):
+            if not (is_harmless and all(map(_is_harmless, block[: block.index(below)]))):
                 return False
             below = each
         return True

@@ -100,11 +100,7 @@ def families_of(
 ) -> Families | Reason:
     """Find the families of a graph that Dynamo captured, or the reason why it has none.
 
-    Args:
-        gm: the graph.
-        arguments: its arguments.
-        describe: names the inputs and tells their roles.
-        thinned: lists of which Dynamo has traced some rows; members are found for the others.
+    Of the lists ``thinned``, Dynamo has traced some rows; members are found for the others.
     """
     found = _Search(gm, arguments, ListRows(thinned))
     if (reason := found.not_understood()) is not None:

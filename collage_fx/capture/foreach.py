@@ -29,9 +29,7 @@ PREFIX = "_foreach_"
 def with_lists_apart(gm: GraphModule) -> GraphModule:
     """Return a copy of a captured graph with an operation for each element of its lists.
 
-    Without lists, it is the graph itself.
-
-    A function that has no rule is kept.
+    Without lists, it is the graph itself. A function that has no rule is kept.
     """
     if not any(_foreach_name(node) for node in gm.graph.nodes):
         return gm

@@ -41,9 +41,6 @@ def describe_inputs(
         dynamo_module: the module that Dynamo captured; its attributes are the tensors bound to the graph.
         arguments: real arguments that Dynamo passed to the backend for the module's own inputs.
         known: see :func:`known_tensors`.
-
-    Returns:
-        one :class:`~collage_fx.graph.program.InputInfo` for each placeholder.
     """
     argument_names = [node.name for node in dynamo_module.graph.find_nodes(op="placeholder")]
     described = []

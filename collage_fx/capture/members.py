@@ -98,9 +98,7 @@ def add_stand_ins(optimizer: Optimizer) -> None:
 def stand_in_for(parameter: Tensor, dtype: torch.dtype | None = None) -> Tensor:
     """Return a tensor with the layout of a parameter's gradient, but without memory.
 
-    Args:
-        parameter: the parameter.
-        dtype: dtype of the gradient; by default the dtype that torch gives it.
+    ``dtype`` is that of the gradient; by default the dtype that torch gives it.
     """
     gradient = torch.empty_like(parameter, dtype=dtype or gradient_dtype(parameter))
     local_tensor(gradient).untyped_storage().resize_(0)

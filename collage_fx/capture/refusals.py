@@ -103,11 +103,8 @@ def refuse_distributed(optimizer: Optimizer, reason: str) -> None:
     Operations recorded on a DTensor would be on this process's shard alone.
     """
     for name, parameter in parameter_names(optimizer):
-        if (
-            parameter.grad is not None
-            and is_low_precision(parameter.dtype)
-            and sharding_of(parameter) is not None
-        ):
+        is_updated = parameter.grad is not None and is_low_precision(parameter.dtype)
+        if is_updated and sharding_of(parameter) is not None:
             raise UnsupportedTensorError(
                 f"a DTensor in a step that has to be recorded, for which Dynamo cannot capture it: {reason}",
                 where=name,
@@ -226,12 +223,8 @@ def refuse_aliases(gm: GraphModule, inputs: Sequence[InputInfo], known: Iterable
     stores = copies_to_inputs(gm.graph)
     for node, info in zip(placeholders(gm.graph), inputs, strict=True):
         origin = aot_input_of(node)
-        if (
-            node in stores
-            and origin is not None
-            and origin[0] == "alias"
-            and is_low_precision(node.meta["val"].dtype)
-        ):
+        is_alias = origin is not None and origin[0] == "alias"
+        if node in stores and is_alias and is_low_precision(node.meta["val"].dtype):
             raise _aliased(" and ".join(_sharing_memory(known)) or info.name)
 
 

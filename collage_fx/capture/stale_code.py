@@ -19,8 +19,6 @@ from torch import Tensor
 
 from collage_fx.torch_compat import records
 
-__all__ = ["CompiledCode", "compiling_for", "note_write"]
-
 
 @dataclass(eq=False)
 class CompiledCode:

@@ -24,10 +24,8 @@ def rows_to_trace(
 ) -> TracedRows | None:
     """Choose two rows of each layout, among the lists that a step loops over.
 
-    Args:
-        rows: the rows.
-        come_and_go: whether a row may lack a gradient in some steps.
-        packs: whether state of float32 parameters may be packed.
+    If ``come_and_go``, a row may lack a gradient in some steps; if ``packs``, state of float32 parameters may
+    be packed.
 
     Returns:
         the rows; None if they are all rows and gradients do not come and go, if nothing is compensated, if
