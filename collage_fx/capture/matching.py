@@ -99,7 +99,6 @@ class Matcher(TorchFunctionMode):
         self.has_matched = False
         self._is_in_step = False
         self._is_matching = False
-        self._pattern: Pattern | None = None
         self._begin_segment(is_matchable=False)
 
     # -- a step

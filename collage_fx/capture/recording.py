@@ -268,11 +268,11 @@ class _Begun:
     """Recording that began in the middle of a step.
 
     Attributes:
-        recording: the optimizer's recording.
+        outside: wraps the step's closure, so that it runs unrecorded.
     """
 
     def __init__(self, recording: _Recording, *, had_gradients: bool) -> None:
-        self.recording = recording
+        self.outside = recording.outside(had_gradients=had_gradients)
         self._had_gradients = had_gradients
         self._stack = ExitStack()
         self._stack.enter_context(recording.recorded())
@@ -284,11 +284,6 @@ class _Begun:
             self._stack.__exit__(None if error is None else type(error), error, None)
         finally:
             torch.set_grad_enabled(self._had_gradients)
-
-    def call(self, closure: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
-        """Call the step's closure, unrecorded."""
-        outside = self.recording.outside(had_gradients=self._had_gradients)
-        return outside(closure)(*args, **kwargs)
 
 
 @torch.compiler.disable
@@ -310,7 +305,7 @@ class _Closure:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         function = self.__collage_fx_passed__
-        return self._begun[0].call(function, args, kwargs) if self._begun else function(*args, **kwargs)
+        return (self._begun[0].outside(function) if self._begun else function)(*args, **kwargs)
 
 
 def is_in_closure() -> bool:

@@ -861,11 +861,8 @@ def _record_eager_step(optimizer: Optimizer, function: Any, request: Request) ->
     is_told = is_compiling_forbidden()
     outer = getattr(function, "__self__", optimizer)
     is_whole = not isinstance(outer, Optimizer) or outer is optimizer or is_recordable(outer)
-    if (
-        not is_recordable(optimizer)
-        or wrapped_steps_on_the_stack(optimizer) > 1
-        or (is_told and not is_whole)
-    ):
+    is_within_another = wrapped_steps_on_the_stack(optimizer) > 1 or (is_told and not is_whole)
+    if is_within_another or not is_recordable(optimizer):
         subject = optimizer if is_whole else outer
         refusal = EagerStepError(
             f"torch runs the compiled step of {type(subject).__name__} eagerly, without error terms",
@@ -914,11 +911,7 @@ def _check_bypassing_step(optimizer: Optimizer, requested: _Requested) -> None:
 
 
 def _check_step_of_another(optimizer: Optimizer) -> bool:
-    """Look for parameters that belong to another optimizer's compensated steps; compensate or refuse these.
-
-    Returns:
-        whether there are such parameters.
-    """
+    """Compensate or refuse a step of parameters that belong to another's; return whether there are any."""
     asked = records.of(optimizer, _Asked)
     if asked.calls_compiled or compiled_callables_within(true_step(optimizer)):
         return False
