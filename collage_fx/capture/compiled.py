@@ -98,12 +98,8 @@ def compiled_for(
 ) -> Compiled:
     """Compile a function, and with it all functions that differ in the same numbers.
 
-    Args:
-        function: the function.
-        compile_graph: compiles its graph.
-        changed: positions of the numbers that have been seen to change, which become inputs.
-        takes_sizes: whether the code is to take any sizes.
-        together: facts about components that become one graph.
+    ``changed`` are the positions of the numbers that have been seen to change, which become inputs. If
+    ``takes_sizes``, the code is to take any sizes.
     """
     numbers = function.numbers
     bound, shared, owners = ({}, {}, ()) if together is None else together[1:]

@@ -75,11 +75,8 @@ def scheduled_numbers(optimizer: Optimizer) -> Iterator[Place]:
             yield attribute, *keys
     for i, group in enumerate(optimizer.param_groups):
         lr = group.get("lr")
-        if (
-            isinstance(lr, Real)
-            and not isinstance(lr, Integral)
-            and ("initial_lr" in group or lr != optimizer.defaults.get("lr"))
-        ):
+        is_real = isinstance(lr, Real) and not isinstance(lr, Integral)
+        if is_real and ("initial_lr" in group or lr != optimizer.defaults.get("lr")):
             yield GROUPS, i, "lr"
         if "base_momentum" in group:
             yield from ((GROUPS, i, "momentum"), (GROUPS, i, "betas", 0))
@@ -121,7 +118,7 @@ def decompositions() -> dict[Any, Decomposition]:
     table = functional_decompositions()
     for overload in _functional_overloads():
         facts, of_element = facts_of(overload), foreach_rule(foreach_name(overload))
-        rule = facts.with_number or (of_element and partial(_each, of_element))
+        rule = facts.with_number or (of_element and partial(each_element, of_element))
         if rule is not None or facts.composite is not None:
             is_lerp = overload.overloadpacket is torch.ops.aten.lerp
             otherwise = facts.composite if is_lerp else table.get(overload)
@@ -141,7 +138,7 @@ def _functional_overloads() -> Iterator[Any]:
                 yield overload
 
 
-def _each(rule: Decomposition, *args: Any, **kwargs: Any) -> list[Any]:
+def each_element(rule: Decomposition, *args: Any, **kwargs: Any) -> list[Any]:
     """Apply a rule to each element of the lists that a ``_foreach_`` operator is given."""
     return [rule(*element, **keywords) for element, keywords in foreach_calls(args, kwargs)]
 

@@ -42,6 +42,7 @@ from torch.utils.weak import TensorWeakRef
 
 from collage_fx.capture.compiled import Compiled, CompileGraph, compiled_for
 from collage_fx.capture.inputs import MadeInStep
+from collage_fx.capture.numbers import each_element
 from collage_fx.capture.patterns import Part, found_in
 from collage_fx.capture.segment import (
     Deferred,
@@ -55,7 +56,7 @@ from collage_fx.capture.segment import (
 )
 from collage_fx.capture.signatures import Signature, draws_16_bits, is_index_of_integers, signature_of
 from collage_fx.errors import UnsupportedTensorError
-from collage_fx.graph import factorizes, foreach_calls
+from collage_fx.graph import factorizes
 from collage_fx.numerics import is_low_precision
 from collage_fx.state import KnownTensor, change_layout, record_of
 from collage_fx.torch_compat import (
@@ -236,13 +237,12 @@ class Recorder(TorchDispatchMode):
 
     def _has_its_values(self, signature: Signature, args: Any, kwargs: dict[str, Any]) -> bool:
         """Return whether an operation is executed at once: its operands are real, and fusing gains little."""
-        is_small, is_sparse = True, False
-        for tensor in found_in(Tensor, [*args, *kwargs.values()]):
-            if type(tensor) is Deferred:
-                return False
-            is_small = is_small and tensor.dim() == 0 and not is_low_precision(tensor.dtype)
-            is_sparse = is_sparse or tensor.layout is not torch.strided
-        return is_small or is_sparse or signature.reads_no_values
+        tensors = [*found_in(Tensor, [*args, *kwargs.values()])]
+        if any(type(tensor) is Deferred for tensor in tensors):
+            return False
+        if signature.reads_no_values or any(tensor.layout is not torch.strided for tensor in tensors):
+            return True
+        return all(tensor.dim() == 0 and not is_low_precision(tensor.dtype) for tensor in tensors)
 
     def _call(self, signature: Signature, args: Any, kwargs: dict[str, Any]) -> Any:
         """Execute an operation on real tensors, after the recorded operations that it depends on."""
@@ -366,10 +366,7 @@ class Recorder(TorchDispatchMode):
         """Record a ``_foreach_`` operator element by element: elements are separate updates."""
         assert signature.element_rule is not None
         with self:
-            results = [
-                signature.element_rule(*element, **keywords)
-                for element, keywords in foreach_calls(args, kwargs)
-            ]
+            results = each_element(signature.element_rule, *args, **kwargs)
             if not signature.writes:
                 return results
             for target, result in zip(args[0], results, strict=True):
@@ -469,15 +466,12 @@ class Recorder(TorchDispatchMode):
         segment, self.segment = self.segment, Segment()
         is_within = self.is_dispatching and len(segment.operations) > self.called_at
         self.called_at = 0
-        found = []
         with self.paused(), torch.no_grad():
             kept = segment.still_referenced(by_python=not is_within)
             self._settle()
-            for operations, results in segment.components(kept):
-                if (part := self._execute(segment, operations, results)) is not None:
-                    found.append(part)
+            executed = [self._execute(segment, *each) for each in segment.components(kept)]
             self._make_views(segment, kept)
-        self.flushed.append(Flushed(segment, kept, found))
+        self.flushed.append(Flushed(segment, kept, [part for part in executed if part is not None]))
 
     def execute(
         self,
@@ -488,11 +482,8 @@ class Recorder(TorchDispatchMode):
     ) -> None:
         """Execute the operations of an earlier segment, whose inputs and results are tensors of this step.
 
-        Args:
-            segment: the segment.
-            kept: numbers of the results that are needed.
-            parts: returns its code, once there are tensors for the results.
-            numbers: the numbers of all its operations.
+        ``kept`` are the numbers of the results that are needed; ``parts`` returns the code, once there are
+        tensors for the results; ``numbers`` are the numbers of all operations.
         """
         with self.paused(), torch.no_grad():
             self._settle()

@@ -228,12 +228,9 @@ class Segment:
         return number
 
     def add_result(self, operation: Operation, tensor: Tensor | Spec, of: int | None = None) -> Tensor:
-        """Add the next result of an operation.
+        """Add the next result of an operation, or the specification of a deferred result.
 
-        Args:
-            operation: the operation.
-            tensor: the result, or its specification if it is deferred.
-            of: number of the value that the result is a view of, if it is a view.
+        ``of`` is the number of the value that the result is a view of, if it is a view.
         """
         number = len(self.values)
         if isinstance(tensor, Spec):
@@ -265,9 +262,8 @@ class Segment:
     def still_referenced(self, *, by_python: bool) -> list[int]:
         """Return the numbers of the deferred tensors that are referenced outside of the segment.
 
-        Args:
-            by_python: whether references of torch do not count. They are those of a view, of an operation
-                that calls others, and of autograd.
+        If ``by_python``, references of torch do not count: of a view, of an operation that calls others, and
+        of autograd.
         """
         deferred = [(number, v) for number, v in enumerate(self.values) if type(v.tensor) is Deferred]
         by_python = by_python and not any(
@@ -424,12 +420,7 @@ class RecordedFunction:
         return found
 
     def module(
-        self,
-        inputs: Collection[int],
-        *,
-        takes_sizes: bool,
-        together: Together | None = None,
-        scope: SymbolicScope | None = None,
+        self, inputs: Collection[int], *, takes_sizes: bool, together: Together | None, scope: SymbolicScope
     ) -> GraphModule:
         """Build a graph of the function, with its tensors as inputs, then numbers, then sizes.
 
@@ -466,7 +457,7 @@ class RecordedFunction:
         for target, value in zip(targets, self.kept, strict=True):
             graph.call_function(aten.copy_.default, (target, nodes[value]))
         graph.output(())
-        if together is not None and scope is not None:
+        if together is not None:
             specs = together.segment.values
             made = [*nodes.items(), *zip(self.kept, targets, strict=True)]
             examples: dict[Node, Any] = {node: scope.like(specs[value].spec) for value, node in made}
