@@ -4,6 +4,8 @@ From a field come the option's name, type, default, check and documentation, the
 that take options, and the option of the command line. Imports no torch, so that ``--help`` is quick.
 """
 
+# ruff: noqa: RUF009 (_option returns a field)
+
 from __future__ import annotations
 
 import difflib
@@ -38,12 +40,13 @@ Pass = Any
 Taking = TypeVar("Taking", bound=Callable[..., Any])
 
 
-def _about(
-    summary: str, text: str, *, registry: str = "", otherwise: str = "", in_shell: bool = False
-) -> dict[str, Any]:
-    """Return facts about an option.
+def _option(
+    default: Any, summary: str, text: str, *, registry: str = "", otherwise: str = "", in_shell: bool = False
+) -> Any:
+    """Return the field of an option.
 
     Args:
+        default: its default.
         summary: its effect, in a few words.
         text: its documentation.
         registry: name of a table of ``collage_fx.numerics`` whose names are allowed, too.
@@ -51,143 +54,119 @@ def _about(
         in_shell: whether the command line offers it.
     """
     about = {"summary": summary, "text": text, "registry": registry, "otherwise": otherwise}
-    return {**about, "in_shell": in_shell}
+    return field(default=default, metadata=about | {"in_shell": in_shell})
 
 
 @dataclass(frozen=True, kw_only=True)
 class OptionFields:
     """Options of a :class:`~collage_fx.CollageBackend`, as they are given."""
 
-    strategy: Strategy = field(
-        default="plus",
-        metadata=_about(
-            "which tensors get error terms",
-            """selects the bfloat16 and float16 tensors that get error terms (the names are the paper's).
-            ``"none"``: none, plain Inductor. ``"light"``: parameters, and sums of either sign beside them.
-            ``"plus"``: also optimizer state whose recurrence loses bits in its storage format. ``"full"``:
-            all tensors that carry something from step to step.""",
-            in_shell=True,
-        ),
+    strategy: Strategy = _option(
+        "plus",
+        "which tensors get error terms",
+        """selects the bfloat16 and float16 tensors that get error terms (the names are the paper's).
+        ``"none"``: none, plain Inductor. ``"light"``: parameters, and sums of either sign beside them.
+        ``"plus"``: also optimizer state whose recurrence loses bits in its storage format. ``"full"``:
+        all tensors that carry something from step to step.""",
+        in_shell=True,
     )
-    error_format: ErrorFormatName | None = field(
-        default=None,
-        metadata=_about(
-            "what is kept beside a tensor",
-            """``"exact"``: the other 16 bits of a float32 number, the default of ``wide``. ``"mcf"``: an
-            error term of the tensor's own dtype, in as many bytes (the paper's; the default of ``native``).
-            ``"byte"``: eight more bits of fraction in a byte, rounded up or down by dither. ``"fp32"``: a
-            float32 master copy, for comparison.""",
-            registry="ERROR_FORMATS",
-            in_shell=True,
-        ),
+    error_format: ErrorFormatName | None = _option(
+        None,
+        "what is kept beside a tensor",
+        """``"exact"``: the other 16 bits of a float32 number, the default of ``wide``. ``"mcf"``: an
+        error term of the tensor's own dtype, in as many bytes (the paper's; the default of ``native``).
+        ``"byte"``: eight more bits of fraction in a byte, rounded up or down by dither. ``"fp32"``: a
+        float32 master copy, for comparison.""",
+        registry="ERROR_FORMATS",
+        in_shell=True,
     )
-    arithmetic: Arithmetic = field(
-        default="wide",
-        metadata=_about(
-            "float32 registers, or the paper's arithmetic in 16 bits",
-            """``"wide"``: the step is computed on float32 values of ``hi + lo`` and split once at the
-            store. ``"native"``: the paper's algorithms in the storage format, every operation rounded;
-            needs ``"mcf"``.""",
-            in_shell=True,
-        ),
+    arithmetic: Arithmetic = _option(
+        "wide",
+        "float32 registers, or the paper's arithmetic in 16 bits",
+        """``"wide"``: the step is computed on float32 values of ``hi + lo`` and split once at the store.
+        ``"native"``: the paper's algorithms in the storage format, every operation rounded; needs
+        ``"mcf"``.""",
+        in_shell=True,
     )
-    metrics: bool = field(
-        default=False,
-        metadata=_about(
-            "measures what becomes of each update",
-            """measure the fate of each compensated tensor's updates, for :meth:`metrics`; with strategy
-            ``"none"``, of every bfloat16 and float16 parameter and state. No bit of a tensor changes.""",
-        ),
+    metrics: bool = _option(
+        False,
+        "measures what becomes of each update",
+        """measure the fate of each compensated tensor's updates, for :meth:`metrics`; with strategy
+        ``"none"``, of every bfloat16 and float16 parameter and state. No bit of a tensor changes.""",
     )
-    metrics_every: int = field(
-        default=1,
-        metadata=_about(
-            "measures each k-th step",
-            """measure every so many steps. A measured step takes several times as long on a CPU; more than
-            1 compiles each step twice, with the sums and without.""",
-        ),
+    metrics_every: int = _option(
+        1,
+        "measures each k-th step",
+        """measure every so many steps. A measured step takes several times as long on a CPU; more than 1
+        compiles each step twice, with the sums and without.""",
     )
-    strict: bool = field(
-        default=True,
-        metadata=_about(
-            "refuses what cannot be compensated; ``False`` warns and leaves it in plain precision",
-            """refuse (raise) where a parameter cannot be compensated, rather than warn and leave it, or the
-            whole step where one tensor cannot be told from the rest, to plain low precision.""",
-        ),
+    strict: bool = _option(
+        True,
+        "refuses what cannot be compensated; ``False`` warns and leaves it in plain precision",
+        """refuse (raise) where a parameter cannot be compensated, rather than warn and leave it, or the
+        whole step where one tensor cannot be told from the rest, to plain low precision.""",
     )
-    mode: Mode | None = field(
-        default=None,
-        metadata=_about(
-            "Inductor's mode, as ``torch.compile`` has it",
-            "as in ``torch.compile``; passed on to Inductor.",
-        ),
+    mode: Mode | None = _option(
+        None,
+        "Inductor's mode, as ``torch.compile`` has it",
+        "as in ``torch.compile``; passed on to Inductor.",
     )
-    rounding: Rounding | None = field(
-        default=None,
-        metadata=_about(
-            "how state without error terms is stored",
-            """rounding of state that carries something from step to step and has no error terms, and of
-            sums next to the old value in ``"exact"``. ``"dither"``: up or down, so that changes below an
-            ulp arrive on average; the same in every run, and no byte more than a count for each tensor.
-            ``"repay"``, the default of ``wide``: the same, except for moments of an update that is linear
-            in them, as in Adam and SGD. Those are rounded to nearest, and each update makes up at once for
-            what the rounding will do to later ones. ``"nearest"``, the default of ``native`` and its only
-            rounding: changes below half an ulp are lost at every step, with error terms below half an ulp
-            of float32.""",
-            in_shell=True,
-        ),
+    rounding: Rounding | None = _option(
+        None,
+        "how state without error terms is stored",
+        """rounding of state that carries something from step to step and has no error terms, and of sums
+        next to the old value in ``"exact"``. ``"dither"``: up or down, so that changes below an ulp
+        arrive on average; the same in every run, and no byte more than a count for each tensor.
+        ``"repay"``, the default of ``wide``: the same, except for moments of an update that is linear in
+        them, as in Adam and SGD. Those are rounded to nearest, and each update makes up at once for what
+        the rounding will do to later ones. ``"nearest"``, the default of ``native`` and its only
+        rounding: changes below half an ulp are lost at every step, with error terms below half an ulp of
+        float32.""",
+        in_shell=True,
     )
-    state: PackedFormatName | None = field(
-        default=None,
-        metadata=_about(
-            "packs moments",
-            """format of state that carries something from step to step. ``None``: as the optimizer makes
-            it. ``"block16"``, ``"block8"``: packed, as integers of 16 or 8 bits, 32 neighbours with a
-            scale; the recurrence of a state decides whether it is packed. Errors are those of
-            :class:`~collage_fx.numerics.Blocks`. Plug-ins register others, such as
-            ``examples/peer_formats.py``. Needs ``wide``, and a step that Dynamo captures: recorded steps
-            pack nothing.""",
-            registry="PACKED_FORMATS",
-            otherwise="or import the module that registers another: collage_fx.examples.peer_formats has "
-            "'fp8_lm' and 'coat'",
-            in_shell=True,
-        ),
+    state: PackedFormatName | None = _option(
+        None,
+        "packs moments",
+        """format of state that carries something from step to step. ``None``: as the optimizer makes it.
+        ``"block16"``, ``"block8"``: packed, as integers of 16 or 8 bits, 32 neighbours with a scale; the
+        recurrence of a state decides whether it is packed. Errors are those of
+        :class:`~collage_fx.numerics.Blocks`. Plug-ins register others, such as
+        ``examples/peer_formats.py``. Needs ``wide``, and a step that Dynamo captures: recorded steps pack
+        nothing.""",
+        registry="PACKED_FORMATS",
+        otherwise="or import the module that registers another: collage_fx.examples.peer_formats has "
+        "'fp8_lm' and 'coat'",
+        in_shell=True,
     )
-    bytes_per_parameter: float | None = field(
-        default=None,
-        metadata=_about(
-            "a budget, instead of ``strategy``, ``error_format`` and ``state``: the most precise combination "
-            "within it",
-            """a budget instead of ``strategy``, ``error_format``, ``rounding`` and ``state``: the most
-            precise combination of these within it, to 1.5 %, counting parameters, state and error terms
-            (5.1 to 12 for AdamW). The report shows it beside the others. The order is that of AdamW's
-            errors in docs/formats.md. A recorded step, of which no part shows all state, gets a combination
-            for AdamW without packed state (7 to 12).""",
-            in_shell=True,
-        ),
+    bytes_per_parameter: float | None = _option(
+        None,
+        "a budget, instead of ``strategy``, ``error_format`` and ``state``: the most precise combination "
+        "within it",
+        """a budget instead of ``strategy``, ``error_format``, ``rounding`` and ``state``: the most
+        precise combination of these within it, to 1.5 %, counting parameters, state and error terms (5.1
+        to 12 for AdamW). The report shows it beside the others. The order is that of AdamW's errors in
+        docs/formats.md. A recorded step, of which no part shows all state, gets a combination for AdamW
+        without packed state (7 to 12).""",
+        in_shell=True,
     )
-    changes: Changes = field(
-        default="summed",
-        metadata=_about(
-            "in which order a step adds up",
-            """``"summed"``: what a step adds to a tensor is summed first, and a factor near one (weight
-            decay, a moving average) is taken as what it takes away: ``x + (t - a x)`` for ``x (1 - a) +
-            t``. So there is decay where float32 cannot tell its factor from 1 (lr * weight_decay below
-            6e-8), in float32 tensors, too. Numbers, such as bias corrections, are computed in float64.
-            ``"as written"``: in the optimizer's operations; with ``"full"`` and ``rounding="nearest"`` in
-            the bits of float32. ``native`` arithmetic computes as written.""",
-            otherwise="or call collage_fx.changes(model) to learn which weights have changed",
-            in_shell=True,
-        ),
+    changes: Changes = _option(
+        "summed",
+        "in which order a step adds up",
+        """``"summed"``: what a step adds to a tensor is summed first, and a factor near one (weight
+        decay, a moving average) is taken as what it takes away: ``x + (t - a x)`` for ``x (1 - a) + t``.
+        So there is decay where float32 cannot tell its factor from 1 (lr * weight_decay below 6e-8), in
+        float32 tensors, too. Numbers, such as bias corrections, are computed in float64. ``"as
+        written"``: in the optimizer's operations; with ``"full"`` and ``rounding="nearest"`` in the bits
+        of float32. ``native`` arithmetic computes as written.""",
+        otherwise="or call collage_fx.changes(model) to learn which weights have changed",
+        in_shell=True,
     )
-    passes: Sequence[Pass] | None = field(
-        default=None,
-        metadata=_about(
-            "the pipeline, with passes of your own",
-            """the pipeline, with passes of your own in it: see :func:`collage_fx.pipeline.inserted`. They
-            run on steps that update a bfloat16 or float16 tensor, or sum changes of a float32 tensor; other
-            graphs are lowered as they are.""",
-        ),
+    passes: Sequence[Pass] | None = _option(
+        None,
+        "the pipeline, with passes of your own",
+        """the pipeline, with passes of your own in it: see :func:`collage_fx.pipeline.inserted`. They run
+        on steps that update a bfloat16 or float16 tensor, or sum changes of a float32 tensor; other
+        graphs are lowered as they are.""",
     )
 
 
@@ -197,9 +176,8 @@ TYPES: dict[str, Any] = get_type_hints(OptionFields)
 
 def names_of(option: str) -> tuple[str, ...]:
     """Return the names that an option may have as its value; empty if its values have no names."""
-    literals = (
-        each for each in (TYPES[option], *get_args(TYPES[option])) if isinstance(each, type(Strategy))
-    )
+    types = TYPES[option], *get_args(TYPES[option])
+    literals = (each for each in types if isinstance(each, type(Strategy)))
     return tuple(name for literal in literals for name in get_args(literal) if isinstance(name, str))
 
 
@@ -231,11 +209,8 @@ def takes_options(taking: Taking) -> Taking:
 def did_you_mean(name: str, known: Iterable[str]) -> str:
     """Return a hint: the known names similar to ``name``; if none is similar, the first 20 known names."""
     known = list(known)
-    near = difflib.get_close_matches(name, known, n=3, cutoff=0.6)
-    lower = {each.lower(): each for each in known}
-    if not near and name.lower() in lower:
-        near = [lower[name.lower()]]
-    if near:
+    alike = [each for each in known if each.lower() == name.lower()]
+    if near := difflib.get_close_matches(name, known, n=3, cutoff=0.6) or alike[-1:]:
         return f"did you mean {' or '.join(near)}?"
     if not known:
         return "there are none"
