@@ -151,7 +151,8 @@ def install(
         refuse_devices(each)
     for each in stepped:
         before = each.step
-        _install(each, chosen if is_asked else _renewed(each) or chosen)
+        kept = None if is_asked else kept_backend(each)
+        _install(each, chosen if kept is None else CollageBackend(**vars(kept.options)))
         if each is not optimizer:
             _rebind(vars(optimizer), before, each.step)
     return optimizer
@@ -166,14 +167,6 @@ def _rebind(attributes: dict[str, Any], before: Any, now: Any) -> None:
         for cell in (each for each in cells if each != CellType()):  # an empty cell has no contents
             if callable(cell.cell_contents) and cell.cell_contents == before:
                 cell.cell_contents = now
-
-
-def _renewed(optimizer: Optimizer) -> CollageBackend | None:
-    """Return a backend with an installed optimizer's options, which compiles anew; None for no options."""
-    backend = kept_backend(optimizer)
-    if backend is None:
-        return None
-    return CollageBackend(**{name: getattr(backend.options, name) for name in Options.__dataclass_fields__})
 
 
 def join(
@@ -215,7 +208,7 @@ def kept_backend(optimizer: Optimizer, given: Mapping[str, object] = MappingProx
         return None
     backend, has = given.get("backend"), step.backend.options
     if isinstance(backend, CollageBackend):
-        asked = {name: getattr(backend.options, name) for name in Options.__dataclass_fields__}
+        asked = vars(backend.options)
     else:
         options = CollageBackend(**cast(GivenOptions, given)).options
         asked = {name: getattr(options, name) for name in given}
@@ -310,7 +303,10 @@ class CompiledStep:
         self._calls += 1
         if not (args or kwargs or self.release):
             return self._watched(args, kwargs)
-        given = self._bound(args, kwargs)
+        try:
+            given = self._signature.bind(*args, **kwargs)
+        except TypeError:  # the arguments do not fit, which Python then tells
+            given = None
         first = self._first_call
         if self.release is not None:
             self._refuse_with_release({} if given is None else given.arguments)
@@ -380,13 +376,6 @@ class CompiledStep:
             "that step is compiled",
         )
         raise_or_warn(self._optimizer, refusal, strict=self.backend.options.strict)
-
-    def _bound(self, args: Any, kwargs: Any) -> inspect.BoundArguments | None:
-        """Return the arguments by the step's parameters; None if they do not fit, which Python then tells."""
-        try:
-            return self._signature.bind(*args, **kwargs)
-        except TypeError:
-            return None
 
     def _refuse_with_release(self, given: Mapping[str, Any]) -> None:
         """Raise if an argument of this step comes after parameters have been stepped without it."""
@@ -505,11 +494,7 @@ def _backend_of_copies(optimizer: Optimizer) -> CollageBackend | None:
     return step.backend
 
 
-carry_along(
-    "backend",
-    _backend_of_copies,
-    lambda copy, backend: install(copy, backend=backend),
-)
+carry_along("backend", _backend_of_copies, lambda copy, backend: install(copy, backend=backend))
 
 
 def _install_class(cls: Any, backend: CollageBackend | None, options: GivenOptions) -> Any:
