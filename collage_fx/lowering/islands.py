@@ -30,9 +30,9 @@ twice but numbers. A number that is made of an island's is a part of its own.
 
 Soundness. Inputs are stored by the parts of the last level alone: on lower levels they have their old values.
 On the last level a part reads inputs of its own space, inputs that are not stored, numbers, and results; an
-input that two parts of
-the last level read and one of them stores would be a number, and the numbers are stored after all else. What
-is stored in no dense layout, or another than its own, is computed before, and then copied by Inductor.
+input that two parts of the last level read and one of them stores would be a number, and the numbers are
+stored after all else. What is stored in no dense layout, or another than its own, is computed before, and
+then copied by Inductor.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ from collage_fx.graph import (
 )
 from collage_fx.lowering.broadcasts import common_columns
 from collage_fx.lowering.parts import Part
-from collage_fx.lowering.rules import is_total, nodes_of, order_in_memory, rule_of
+from collage_fx.lowering.rules import is_input, is_total, nodes_of, order_in_memory, rule_of
 from collage_fx.numerics import BLOCK_OPERATORS, PHASES
 
 #: Operators of ours, which Inductor is not given.
@@ -178,11 +178,9 @@ class _Cut:
         operands = node.all_input_nodes
         levels = [0]
         if not self._is_printable[node]:
-            for operand in operands:
-                if operand in self._inlined:
-                    levels.append(self._inlined[operand])
-                else:
-                    levels.append(self._level[operand] + (self._level[operand] % 2 == 0))
+            levels += [
+                self._inlined[each] if each in self._inlined else self._level[each] | 1 for each in operands
+            ]
             self._level[node] = self._inlined[node] = max(levels) | 1
             return
         smaller = self._broadcast(node)
@@ -202,7 +200,7 @@ class _Cut:
         return self._on_device and is_printable_number and self._level[node] > 0
 
     def _is_input(self, node: Node) -> bool:
-        return node.op in ("placeholder", "get_attr") or node in self._part.given
+        return is_input(self._part, node)
 
     def _is_island(self, node: Node) -> bool:
         return not self._is_printable[node] and not self._is_input(node)
@@ -218,18 +216,18 @@ class _Cut:
         elements = [each for each in node.all_input_nodes if not is_number(each)]
         if is_number(node):
             return None if elements else NUMBERS
-        if node.target not in BLOCK_OPERATORS:
-            if not is_elementwise(node):
-                return None
-            if smaller := self._broadcast(node):
-                return None if self._on_device else self._space_of_matrix(node, smaller)
-            if any(each.meta["val"].shape != value.shape for each in elements):
-                return None
-        elif node.target in BLOCK_OPERATORS:
+        is_of_blocks = node.target in BLOCK_OPERATORS
+        if is_of_blocks:
             elements = elements[:1]
+        elif not is_elementwise(node):
+            return None
+        elif smaller := self._broadcast(node):
+            return None if self._on_device else self._space_of_matrix(node, smaller)
+        elif any(each.meta["val"].shape != value.shape for each in elements):
+            return None
         spaces = {self._space[each] for each in elements} - {ANY}
         # A copy may have another order in memory than what it copies.
-        is_moved = node.target not in BLOCK_OPERATORS and not spaces <= {_layout(node)}
+        is_moved = not is_of_blocks and not spaces <= {_layout(node)}
         return ANY if not spaces else spaces.pop() if len(spaces) == 1 and not is_moved else None
 
     def _broadcast(self, node: Node) -> list[Node]:

@@ -14,15 +14,13 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.fx import Graph
+from torch.fx import Graph, GraphModule
 
 from collage_fx.codegen import (
     FIRST_OF_PIECE,
     FLAGS,
     LENGTH,
-    MEAN,
     MOST_ARGUMENTS,
-    TOTAL,
     NoSpelling,
     flat_kernel,
     load_library,
@@ -67,17 +65,16 @@ def kernel_of(rule: Rule) -> Kernel | Reason:
 def _known(rule: Rule, key: Hashable, compiled: Callable[[], Kernel | Reason]) -> Kernel | Reason:
     """Return the kernel of a rule that is known under a key, or compile it and remember it."""
     by_inductor = torch.get_num_threads(), torch.are_deterministic_algorithms_enabled()
-    config = inductor_config.get_hash()
-    for full in ((key, config), (key, config, *by_inductor)):
+    of_printed = key, inductor_config.get_hash()
+    of_compiled = *of_printed, *by_inductor
+    for full in (of_printed, of_compiled):
         if full in _made:
             note_generated_code(_made[full].code)
             return _made[full].kernel
     with generated_code() as code:
         kernel = compiled()
     if isinstance(kernel, Kernel):
-        is_printed = kernel.call is None
-        full = (key, config) if is_printed else (key, config, *by_inductor)
-        _made[full] = _Made(kernel, code, rule.lines)
+        _made[of_printed if kernel.call is None else of_compiled] = _Made(kernel, code, rule.lines)
     return kernel
 
 
@@ -105,15 +102,7 @@ _made: dict[Hashable, _Made] = {}
 
 
 def compile_rule(rule: Rule) -> Kernel | Reason:
-    """Compile the kernel of a rule.
-
-    Args:
-        rule: the rule of any part that the kernel will serve.
-
-    Returns:
-        the kernel, or a reason if the code would not be valid for every length (or every value of a symbolic
-        number).
-    """
+    """Compile the kernel of a rule, or return why its code would not be valid for every length or number."""
     found = printed(rule)
     if rule.columns or isinstance(found, Kernel):
         return found
@@ -127,9 +116,9 @@ def compile_rule(rule: Rule) -> Kernel | Reason:
 
 def printed(rule: Rule) -> Kernel | Reason:
     """Print the kernel of a rule, or return why Inductor has to write it."""
-    what = ", ".join(sorted(rule.operations))
     if not rule.independent:
-        return Reason("it is neither elementwise in one layout nor of numbers alone, or may raise", what)
+        why = "it is neither elementwise in one layout nor of numbers alone, or may raise"
+        return Reason(why, rule.operations)
     scope = SymbolicScope()
     with scope:
         gm = graph_of(rule, scope, HINT)
@@ -139,8 +128,9 @@ def printed(rule: Rule) -> Kernel | Reason:
                 return _launched(rule, gm.graph, inputs)
             source = flat_kernel(gm.graph, rule.width) if rule.flat else number_kernel(gm.graph)
         except NoSpelling as error:
-            return Reason(f"printed {'Triton' if rule.is_tabled else 'C++'} has no {error}", what)
-    return _loaded(rule, source, inputs, what)
+            language = "Triton" if rule.is_tabled else "C++"
+            return Reason(f"printed {language} has no {error}", rule.operations)
+    return _loaded(rule, source, inputs)
 
 
 def _launched(rule: Rule, graph: Graph, inputs: Sequence[Any]) -> Kernel:
@@ -148,23 +138,17 @@ def _launched(rule: Rule, graph: Graph, inputs: Sequence[Any]) -> Kernel:
     function = table_kernel(graph, rule.width if rule.flat else 0, rule.device)
     function.begin()
     note_generated_code([function.source[True]])
-    return Kernel(
-        None,
-        function,
-        _columns(rule, inputs, function.arguments),
-        device=rule.device,
-        width=rule.width,
-        sums=_sums(rule),
-    )
+    columns = _columns(rule, inputs, function.arguments)
+    return Kernel(None, function, columns, device=rule.device, width=rule.width, sums=_sums(rule))
 
 
-def _loaded(rule: Rule, source: str, inputs: Sequence[Any], what: str) -> Kernel | Reason:
+def _loaded(rule: Rule, source: str, inputs: Sequence[Any]) -> Kernel | Reason:
     """Compile the printed kernel of a rule on the host, or return why that is impossible."""
     if sys.platform == "win32":
         return Reason("the compiler takes other flags than those of printed kernels")
     arguments = (*range(rule.flat, len(inputs)), *range(rule.flat))  # the length is the last
     if len(arguments) > MOST_ARGUMENTS:
-        return Reason(f"it has more than {MOST_ARGUMENTS} arguments", what)
+        return Reason(f"it has more than {MOST_ARGUMENTS} arguments", rule.operations)
     try:
         with inductors_faults():
             library = load_cpp_library(source, FLAGS)
@@ -172,20 +156,15 @@ def _loaded(rule: Rule, source: str, inputs: Sequence[Any], what: str) -> Kernel
         if is_refused_by_compiler(fault) and _compiles():
             raise FailedLoweringError(
                 f"the C++ that collage_fx has printed is not compiled: {fault}",
-                where=what,
+                where=rule.operations,
                 remedy="this is a bug in collage_fx; please report it with the traceback",
             ) from fault.__cause__
         return Reason(f"printed C++ is not compiled: {fault}")
     note_generated_code([source])
     address = ctypes.cast(library.kernel, ctypes.c_void_p).value
     assert address is not None
-    return Kernel(
-        None,
-        CFunction(address, arguments, library),
-        _columns(rule, inputs, arguments),
-        divisible=rule.divisible,
-        width=rule.width,
-    )
+    function, columns = CFunction(address, arguments, library), _columns(rule, inputs, arguments)
+    return Kernel(None, function, columns, divisible=rule.divisible, width=rule.width)
 
 
 def _compiles() -> bool:
@@ -203,7 +182,7 @@ def _columns(rule: Rule, inputs: Sequence[Any], arguments: Sequence[int]) -> tup
     # The length, the place of the first element, and the number of a matrix's columns.
     before = rule.flat + rule.is_placed + (rule.columns > 0)
     lines = [i for i, line in enumerate(rule.lines) if line.target is None]
-    kinds = {before + len(lines) + i: kind for i, kind in _kinds_of_totals(rule).items()}
+    kinds = {before + len(lines) + i: kind for i, kind in rule.totals.items()}
     if rule.flat:
         kinds[0] = LENGTH
     if rule.is_placed:
@@ -220,57 +199,44 @@ def _columns(rule: Rule, inputs: Sequence[Any], arguments: Sequence[int]) -> tup
     return tuple(map(column, arguments))
 
 
-def _kinds_of_totals(rule: Rule) -> dict[int, int]:
-    """Return whether a total is a sum or a mean, by the index of the result."""
-    return {i: MEAN if target is torch.ops.aten.mean.default else TOTAL for i, target in rule.totals.items()}
-
-
 def _sums(rule: Rule) -> tuple[Summed, ...]:
     """Return the totals of which each program of a kernel over a table leaves a part."""
     first = rule.flat + rule.is_placed + sum(line.target is None for line in rule.lines)
-    return tuple(
-        Summed(first + i, part, kind) for part, (i, kind) in enumerate(_kinds_of_totals(rule).items())
-    )
+    return tuple(Summed(first + i, part, kind) for part, (i, kind) in enumerate(rule.totals.items()))
 
 
 def _compiled(rule: Rule, no_table: Reason) -> Kernel | Reason:
     """Compile the kernel of a rule with Inductor, to be called for one tensor after the other.
 
-    Args:
-        rule: the rule of any part that the kernel will serve.
-        no_table: why there is no kernel over a table, from which it could read a number of the host.
+    ``no_table`` says why there is no kernel over a table, from which it could read a number of the host.
     """
     if rule.is_tabled and any(line.args[1] == HOST for line in rule.lines if line.target is None):
         return replace(no_table, what=f"it reads a number of the host's, and {no_table.what}")
+    settings: dict[str, Any] = {"size_asserts": not (rule.flat or rule.independent)}
+    if rule.flat and rule.width > 1:
+        settings.update(INLINED)
+    if rule.is_tabled:
+        settings["combo_kernels"] = False
     scope = SymbolicScope()
     with scope:
-        gm = graph_of(rule, scope, HINT)
-        inputs = [node.meta["val"] for node in placeholders(gm.graph)]
-        settings: dict[str, Any] = {
-            "size_asserts": not (rule.flat or rule.independent),
-            "triton.cudagraphs": False,
-        }
-        if rule.flat and rule.width > 1:
-            settings.update(INLINED)
-        if rule.is_tabled:
-            settings["combo_kernels"] = False
-        with inductor_config.patch(settings), generated_code() as code:
-            attempt = compile_somehow(gm, inputs, is_inference=True)
+        made = _by_inductor(rule, graph_of(rule, scope, HINT), no_table, settings)
+    if isinstance(made, Reason):
+        return made
+    if scope.has_guards(below=LONGEST):
+        return Reason("a kernel would not hold for every length or number", rule.operations)
+    return replace(made, stackable=_stackable(rule, no_table))
+
+
+def _by_inductor(rule: Rule, gm: GraphModule, no_table: Reason, settings: dict[str, Any]) -> Kernel | Reason:
+    """Compile a graph of a rule with Inductor, or return why that is impossible."""
+    inputs = [node.meta["val"] for node in placeholders(gm.graph)]
+    with inductor_config.patch({"triton.cudagraphs": False, **settings}), generated_code() as code:
+        attempt = compile_somehow(gm, inputs, is_inference=True)
     if not attempt.is_compiled:
         return attempt.reasons[0][1]
-    if scope.has_guards(below=LONGEST):
-        return Reason(
-            "a kernel would not hold for every length or number", ", ".join(sorted(rule.operations))
-        )
-    call = innermost_callable(attempt.call)
+    launches = 1 if rule.device == HOST else sum(map(launches_of, code[-1:]))
     reasons: Reasons = (("in one call for all tensors", no_table), *attempt.reasons)
-    stackable, launches = _stackable(rule, no_table), _launches(rule, code)
-    return Kernel(call, device=rule.device, stackable=stackable, launches=launches, reasons=reasons)
-
-
-def _launches(rule: Rule, code: Sequence[str]) -> int:
-    """Return the number of launches of the code that Inductor wrote last."""
-    return 1 if rule.device == HOST else sum(map(launches_of, code[-1:]))
+    return Kernel(innermost_callable(attempt.call), device=rule.device, launches=launches, reasons=reasons)
 
 
 def _stackable(rule: Rule, no_table: Reason) -> Stackable | None:
@@ -293,17 +259,14 @@ def _stackable(rule: Rule, no_table: Reason) -> Stackable | None:
 def _compiled_for_stacks(rule: Rule, why: Reason, stacked: tuple[bool, ...]) -> Kernel | Reason:
     """Compile the kernel of a rule for stacks of its tensors with Inductor."""
     scope = SymbolicScope()
-    with scope, generated_code() as code, inductor_config.patch({"triton.cudagraphs": False}):
+    with scope:
         gm, most = stacked_graph(rule, scope, stacked)
-        inputs = [node.meta["val"] for node in placeholders(gm.graph)]
-        attempt = compile_somehow(gm, inputs, is_inference=True)
-    if not attempt.is_compiled:
-        return attempt.reasons[0][1]
+        made = _by_inductor(rule, gm, why, {})
+    if isinstance(made, Reason):
+        return made
     if scope.has_guards(below=LONGEST):
         return Reason("a kernel would not hold for every number of tensors", why.node)
-    reasons: Reasons = (("in one call for all tensors", why), *attempt.reasons)
-    call, launches = innermost_callable(attempt.call), _launches(rule, code)
-    return Kernel(call, device=rule.device, launches=launches, most_members=most, reasons=reasons)
+    return replace(made, most_members=most)
 
 
 def bytes_of_a_unit(rule: Rule, value: Tensor) -> int:

@@ -11,20 +11,13 @@ from torch.fx import Graph
 
 from collage_fx.choices import Arithmetic
 from collage_fx.codegen import REVISION
-from collage_fx.errors import (
-    CollageError,
-    FailedLoweringError,
-    FailedPassError,
-    InvalidOptionError,
-    warn,
-)
+from collage_fx.errors import CollageError, FailedLoweringError, FailedPassError, InvalidOptionError, warn
 from collage_fx.graph import (
     WAYS,
     InputInfo,
     ReadExpansion,
     Reason,
     Reasons,
-    Repetition,
     Role,
     StepProgram,
     Unit,
@@ -109,7 +102,6 @@ def lower(
         is always compiled.
     """
     repetition = program.repetition
-    extended = program.extended
     compiled: Any
     made: Sequence[Kernel | Attempt]
     not_compiled = why_not_compiled(
@@ -132,16 +124,11 @@ def lower(
     if (first := next((fault for way, fault in why if way == "by the usual code"), None)) is not None:
         warn(_failed(first, program.infos, is_compiled=is_compiled))
     bindings = [
-        bind(
-            index,
-            program.infos[index],
-            state.error_format,
-            reads=isinstance(state, ReadExpansion),
-        )
+        bind(index, program.infos[index], state.error_format, reads=isinstance(state, ReadExpansion))
         for state in program.expansions
         for index in repetition.copies[state.position]
     ]
-    expected = _expected(program, extended, all_layouts=not_in_parts is None)
+    expected = _expected(program, all_layouts=not_in_parts is None)
     unit: Unit = "whole" if not_in_parts is not None else "in parts" if repetition.is_whole else "by family"
     if not is_compiled:
         unit = "operation by operation"
@@ -200,21 +187,17 @@ def _failed(fault: Reason, infos: Sequence[InputInfo], *, is_compiled: bool) -> 
     )
 
 
-def _expected(
-    program: StepProgram, extended: Repetition, *, all_layouts: bool
-) -> tuple[list[Expected], list[Expected]]:
+def _expected(program: StepProgram, *, all_layouts: bool) -> tuple[list[Expected], list[Expected]]:
     """Return the layouts that a step expects: of its arguments, and of the error terms that it adds.
 
     Args:
         program: after the pipeline.
-        extended: how the inputs of the program's graph recur in it, with those that the passes have added.
         all_layouts: whether nothing else looks at sizes and strides, which are numbers then.
     """
     nodes, stores = placeholders(program.gm.graph), copies_to_inputs(program.gm.graph)
     packed = {each.position for each in program.expansions if each.packed}  # their own memory is not touched
-    indices = sorted(
-        (index, i) for i, _ in enumerate(nodes) if i not in packed for index in extended.copies[i]
-    )
+    copies = enumerate(program.extended.copies)
+    indices = sorted((index, i) for i, of_input in copies if i not in packed for index in of_input)
     given: list[Expected] = []
     added: list[Expected] = []
     for index, i in indices:
@@ -261,9 +244,7 @@ def _whole(program: StepProgram, example_inputs: Sequence[Any], inductor_options
     add_to_cache_key(program.gm, revision=REVISION)
     inputs = [*example_inputs, *(node.meta["val"] for node in added)]
     for expansion in program.expansions:
-        if (
-            expansion.packed
-        ):  # which has no memory in a step, and so not the strides that it was captured with
+        if expansion.packed:  # it has no memory in a step, and so not the strides that it was captured with
             inputs[expansion.position] = expansion.placeholder.meta["val"]
     with inductor_config.patch(_settings(program)):
         return compile_somehow(program.gm, inputs, **{**inductor_options, "static_input_idxs": static})
@@ -271,9 +252,8 @@ def _whole(program: StepProgram, example_inputs: Sequence[Any], inductor_options
 
 def _refuse_frozen_numbers(program: StepProgram) -> None:
     """Raise if a CUDA graph would read a scalar of the host, which torch 2.13 and later read only once."""
-    inputs = [
-        (node, value) for node in placeholders(program.gm.graph) if (value := tensor_value(node)) is not None
-    ]
+    nodes = placeholders(program.gm.graph)
+    inputs = [(node, value) for node in nodes if (value := tensor_value(node)) is not None]
     numbers = [node for node, value in inputs if not value.dim() and value.device.type == "cpu"]
     if numbers and FREEZES_NUMBERS and any(device_facts(value.device).is_launched for _, value in inputs):
         raise InvalidOptionError(

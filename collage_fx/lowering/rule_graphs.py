@@ -15,7 +15,7 @@ from torch.fx import Graph, GraphModule, Node
 
 from collage_fx.codegen import REVISION
 from collage_fx.graph import rest
-from collage_fx.lowering.rules import Columns, First, Length, Reference, Rule
+from collage_fx.lowering.rules import Reference, Rule, Symbol
 from collage_fx.torch_compat import SymbolicScope, add_to_cache_key, pytree
 
 aten = torch.ops.aten
@@ -31,7 +31,7 @@ def graph_of(rule: Rule, scope: SymbolicScope, hint: int) -> GraphModule:
     columns = scope.length("c", hint) if rule.columns else None
     if rule.columns:
         _input(graph, "columns", scope.tensor((), (), torch.int64, rule.device))
-    sizes: dict[type, Any] = {Length: length, Columns: columns, First: first}
+    sizes: dict[Symbol, Any] = {Symbol.LENGTH: length, Symbol.COLUMNS: columns, Symbol.FIRST: first}
     made: dict[int, Node] = {}
     for i, line in enumerate(rule.lines):
         if line.target is None:
@@ -42,7 +42,7 @@ def graph_of(rule: Rule, scope: SymbolicScope, hint: int) -> GraphModule:
             continue
         given = (line.args, dict(line.kwargs))
         given = pytree.tree_map_only(Reference, lambda r: made[r.line], given)
-        given = pytree.tree_map_only(tuple(sizes), lambda size: sizes[type(size)], given)
+        given = pytree.tree_map_only(Symbol, sizes.__getitem__, given)
         made[i] = graph.call_function(line.target, *given)
         made[i].meta["val"] = scope.run(made[i])
     for destination, value in ((into, made[value]) for into, value in rule.stores):
@@ -62,8 +62,7 @@ def graph_of(rule: Rule, scope: SymbolicScope, hint: int) -> GraphModule:
 def _use_rest(graph: Graph) -> None:
     """Replace traces of ``arithmetic.rest`` by the operator ``rest``, whose code is shorter."""
     for node in graph.find_nodes(op="call_function", target=aten.where.self):
-        operands = _operands_of_rest(*node.args)
-        if operands is not None:
+        if (operands := _operands_of_rest(*node.args)) is not None:
             with graph.inserting_before(node):
                 made = graph.call_function(rest, operands)
             made.meta["val"] = node.meta["val"]
@@ -97,7 +96,7 @@ def _input(graph: Graph, name: str, value: Any) -> Node:
 
 
 def _value_of_input(
-    rule: Rule, layout: tuple[Any, ...], scope: SymbolicScope, name: str, sizes: Mapping[type, Any]
+    rule: Rule, layout: tuple[Any, ...], scope: SymbolicScope, name: str, sizes: Mapping[Symbol, Any]
 ) -> Any:
     if len(layout) == 1:
         return scope.number(name, layout[0])
@@ -105,5 +104,5 @@ def _value_of_input(
     if rule.independent and not layout[2]:
         device = rule.device  # where a number of the host is by then
     numbers = {kind: each.meta["val"] if isinstance(each, Node) else each for kind, each in sizes.items()}
-    size, stride = pytree.tree_map_only(tuple(sizes), lambda each: numbers[type(each)], size_and_stride)
+    size, stride = pytree.tree_map_only(Symbol, numbers.__getitem__, size_and_stride)
     return scope.tensor(size, stride, dtype, device)

@@ -33,15 +33,16 @@ them. On a GPU they are called for all these tensors at once: Note [Stacks of te
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable
 from dataclasses import dataclass
+from enum import Enum
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.fx import Node
 
-from collage_fx.codegen import has_spelling
+from collage_fx.codegen import MEAN, TOTAL, has_spelling
 from collage_fx.graph import (
     device_facts,
     is_dense,
@@ -56,45 +57,30 @@ from collage_fx.lowering.broadcasts import broadcast, common_columns
 from collage_fx.lowering.parts import Part
 from collage_fx.numerics import BLOCK, BLOCK_OPERATORS, PHASES
 from collage_fx.runtime import HOST, LONGEST_PIECE
-from collage_fx.torch_compat import OpOverload, pytree
+from collage_fx.torch_compat import pytree
 
 aten = torch.ops.aten
 
-#: The operators of totals in flat rules.
-TOTALS = (aten.sum.default, aten.mean.default)
+#: The operators of totals in flat rules, and the kinds of these totals.
+TOTALS = {aten.sum.default: TOTAL, aten.mean.default: MEAN}
 
 #: Elements that a sum in a flat rule can count, or 32-bit indices.
 LONGEST = 1 << 31
 
 
-class Length:
-    """Placeholder for the symbolic length in the arguments of an operation."""
+class Symbol(Enum):
+    """Placeholder in the arguments of an operation.
+
+    They stand for the symbolic length, the symbolic number of columns, and the index of a piece's first
+    element, 0-d.
+    """
+
+    LENGTH = "n"
+    COLUMNS = "columns"
+    FIRST = "first"
 
     def __repr__(self) -> str:
-        return "n"
-
-
-THE_LENGTH = Length()
-
-
-class Columns:
-    """Placeholder for the symbolic number of columns in the arguments of an operation."""
-
-    def __repr__(self) -> str:
-        return "columns"
-
-
-THE_COLUMNS = Columns()
-
-
-class First:
-    """Placeholder for the index of a piece's first element, 0-d, in the arguments of an operation."""
-
-    def __repr__(self) -> str:
-        return "first"
-
-
-THE_FIRST = First()
+        return self.value
 
 
 @dataclass(frozen=True)
@@ -164,16 +150,15 @@ class Rule:
         return self.flat and (self.columns > 0 or any(line.target is PHASES for line in self.lines))
 
     @property
-    def operations(self) -> set[str]:
+    def operations(self) -> str:
         """Names of the rule's operators."""
-        return {str(line.target) for line in self.lines if line.target is not None}
+        return ", ".join(sorted({str(line.target) for line in self.lines if line.target is not None}))
 
     @property
-    def totals(self) -> dict[int, Any]:
-        """Operators of the totals that a flat rule computes, by the index of the result."""
-        results = [value for into, value in self.stores if into is None]
-        targets = {i: self.lines[value].target for i, value in enumerate(results)}
-        return {i: target for i, target in targets.items() if self.flat and target in TOTALS}
+    def totals(self) -> dict[int, int]:
+        """Kinds of the totals that a flat rule computes, by the index of the result."""
+        results = [self.lines[value].target for into, value in self.stores if into is None]
+        return {i: TOTALS[each] for i, each in enumerate(results) if self.flat and each in TOTALS}
 
 
 def rule_of(part: Part) -> Rule:
@@ -221,6 +206,9 @@ class _Writer:
     def __init__(self, part: Part) -> None:
         self.part = part
         self.nodes = nodes_of(part)
+        #: The inputs, in the order of the nodes.
+        self.inputs = dict.fromkeys(node for node in self.nodes if is_input(part, node))
+        self.written = [*part.results, *(store.all_input_nodes[0] for store in part.stores)]
         self.has_blocks = any(node.target in BLOCK_OPERATORS for node in self.nodes)
         self.shape = max((v.shape for v in self._elements()), key=torch.Size.numel, default=torch.Size())
         self.on_host = not any(device_facts(value.device).is_launched for value in self._elements())
@@ -231,20 +219,16 @@ class _Writer:
     def rule(self) -> Rule:
         numbers = {node: i for i, node in enumerate(self.nodes)}
         lines = tuple(self._line(node, numbers) for node in self.nodes)
-        stores: list[tuple[int | None, int]] = []
-        for store in self.part.stores:
-            stores.append((numbers[store.all_input_nodes[0]], numbers[stored(store)]))
-        stores += [(None, numbers[value]) for value in self.part.results]
+        stores = (
+            *((numbers[each.all_input_nodes[0]], numbers[stored(each)]) for each in self.part.stores),
+            *((None, numbers[value]) for value in self.part.results),
+        )
         layouts = () if self.flat else tuple(self._layout(value) for value in self.part.results)
-        key = (self.flat, tuple(map(repr, lines)), tuple(stores), layouts)
-        operands = tuple(node for node in self.nodes if self._is_input(node))
+        key = (self.flat, tuple(map(repr, lines)), stores, layouts)
         width = BLOCK if self.has_blocks else 1
         length, columns = (self.shape.numel() // width, self.columns or 0) if self.flat else (0, 0)
-        independent = self._is_independent(operands)
-        return Rule(key, self.flat, lines, tuple(stores), operands, length, width, columns, independent)
-
-    def _is_input(self, node: Node) -> bool:
-        return is_input(self.part, node)
+        independent = self._is_independent()
+        return Rule(key, self.flat, lines, stores, (*self.inputs,), length, width, columns, independent)
 
     def _elements(self) -> list[Tensor]:
         values = map(tensor_value, self.nodes)
@@ -258,8 +242,7 @@ class _Writer:
         longest = LONGEST_PIECE if is_launched else LONGEST
         if not self.shape or not self.shape.numel() or self.columns is None:
             return False
-        inputs = [node for node in self.nodes if self._is_input(node)]
-        memory = [tensor_value(node) for node in (*self.part.results, *inputs)]
+        memory = [tensor_value(node) for node in (*self.part.results, *self.inputs)]
         placed = [v for v in memory if v is not None and v.dim() > 0 and not self._is_of_blocks(v)]
         layouts = {order_in_memory(value) for value in placed if value.shape == self.shape}
         return (
@@ -267,7 +250,10 @@ class _Writer:
             and all(value.is_contiguous() if self.columns else is_dense(value) for value in placed)
             and (not self.totals or self.shape.numel() < longest)
             and all(
-                self._is_input(node) or node in self.totals or self._is_elementwise(node)
+                node in self.inputs
+                or node in self.totals
+                or node.target in BLOCK_OPERATORS
+                or is_elementwise(node)
                 for node in self.nodes
             )
         )
@@ -288,28 +274,26 @@ class _Writer:
         if not smaller:
             return 0
         columns = common_columns((node.meta["val"].shape for node in smaller), self.shape)
-        written = [*self.part.results, *(store.all_input_nodes[0] for store in self.part.stores)]
         constants = set[Node]()
         for node in self.nodes:
-            if not self._is_input(node) and constants.issuperset(node.all_input_nodes):
+            if node not in self.inputs and constants.issuperset(node.all_input_nodes):
                 constants.add(node)
         is_printed = (
             self.on_host
             and not self.has_blocks
-            and not set(smaller).intersection(written)
+            and not set(smaller).intersection(self.written)
             and constants.isdisjoint(self.part.results)
-            and all(self._is_input(node) or node in self.totals or has_spelling(node) for node in self.nodes)
+            and all(node in self.inputs or node in self.totals or has_spelling(node) for node in self.nodes)
         )
         if columns is None or not is_printed or self.shape.numel() >= LONGEST:
             return None
         return columns or self.shape.numel()
 
-    def _is_independent(self, inputs: Sequence[Node]) -> bool:
-        if any(tensor_value(node) is None for node in inputs) or any(map(may_raise, self.nodes)):
+    def _is_independent(self) -> bool:
+        if any(tensor_value(node) is None for node in self.inputs) or any(map(may_raise, self.nodes)):
             return False
-        written = [*self.part.results, *(store.all_input_nodes[0] for store in self.part.stores)]
         if self.flat:
-            return not any(is_number(node) and node not in self.totals for node in written)
+            return not any(is_number(node) and node not in self.totals for node in self.written)
         return all(map(is_number, self.nodes))
 
     def _is_of_blocks(self, value: Tensor) -> bool:
@@ -317,20 +301,19 @@ class _Writer:
         rows = self.shape[0] if self.shape else 1
         return self.has_blocks and value.shape == (rows, self.shape.numel() // (rows * BLOCK))
 
-    def _is_elementwise(self, node: Node) -> bool:
-        return node.target in BLOCK_OPERATORS or is_elementwise(node)
-
     def _line(self, node: Node, numbers: dict[Node, int]) -> Line:
-        if self._is_input(node):
+        if node in self.inputs:
             return Line(None, self._layout(node))
         args: tuple[Any, ...] = node.args
         kwargs = dict(node.kwargs)
         if self.flat and node in self.totals:
-            return Line(_total_of(node), (Reference(numbers[node.all_input_nodes[0]]),))
+            is_mean = node.target in (aten.mean.default, aten.mean.dim)
+            total = aten.mean.default if is_mean else aten.sum.default
+            return Line(total, (Reference(numbers[node.all_input_nodes[0]]),))
         if self.flat and not is_number(node):
             kwargs.pop("memory_format", None)
             if node.target is PHASES:
-                args = (*args[:2], THE_FIRST)
+                args = (*args[:2], Symbol.FIRST)
             if (at := size_argument(node.target)) is not None:
                 # A constant is repeated along rows and columns.
                 size = (1, 1) if self.columns else self._flat_layout(node.meta["val"])[0]
@@ -351,24 +334,17 @@ class _Writer:
         """Return the sizes and strides that a tensor has in a flat rule."""
         if self.columns:
             kind = broadcast(value.shape, self.shape)
-            columns = THE_COLUMNS if kind is None or kind.of_columns else 1
-            return (THE_LENGTH if kind is None or kind.of_rows else 1, columns), (columns, 1)
+            columns = Symbol.COLUMNS if kind is None or kind.of_columns else 1
+            return (Symbol.LENGTH if kind is None or kind.of_rows else 1, columns), (columns, 1)
         if not self.has_blocks:
-            return (THE_LENGTH,), (1,)
-        return ((THE_LENGTH, 1), (1, 1)) if self._is_of_blocks(value) else ((THE_LENGTH, BLOCK), (BLOCK, 1))
-
-
-def _total_of(node: Node) -> OpOverload:
-    """Return the operator of a total without dimensions."""
-    return aten.mean.default if node.target in (aten.mean.default, aten.mean.dim) else aten.sum.default
+            return (Symbol.LENGTH,), (1,)
+        width = 1 if self._is_of_blocks(value) else BLOCK
+        return (Symbol.LENGTH, width), (width, 1)
 
 
 def order_in_memory(value: Tensor) -> tuple[tuple[int, int], ...]:
     """Return dimensions of more than one element with their strides: equal for equal orders in memory."""
     if value.numel() == 0:
         return ()
-    return tuple(
-        (i, stride)
-        for i, (size, stride) in enumerate(zip(value.shape, value.stride(), strict=True))
-        if size > 1
-    )
+    dimensions = enumerate(zip(value.shape, value.stride(), strict=True))
+    return tuple((i, stride) for i, (size, stride) in dimensions if size > 1)

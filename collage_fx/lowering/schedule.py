@@ -182,7 +182,7 @@ def repeated(plan: Plan, repetition: Repetition) -> Plan | Reason:
         return plan
     first_constant = len(repetition.copies)
     first_result = plan.first_result
-    calls = _calls_by_family(plan, repetition, first_result)
+    calls = _calls_by_family(plan, repetition)
     if calls is None:
         return Reason("one kernel computes something of several families")
     if plan.numbers or any(index is not None and index < first_result for index in plan.outputs):
@@ -223,7 +223,7 @@ def repeated(plan: Plan, repetition: Repetition) -> Plan | Reason:
 
 
 def _calls_by_family(
-    plan: Plan, repetition: Repetition, first_result: int
+    plan: Plan, repetition: Repetition
 ) -> tuple[dict[int | None, list[Call]], dict[int, int | None]] | None:
     """Return the calls of each family, and the family of each result; None if a call is of several.
 
@@ -240,6 +240,6 @@ def _calls_by_family(
         family = next(iter(owners), None)
         calls[family].append(call)
         for index in call.values:
-            if index >= first_result:
+            if index >= plan.first_result:
                 results.setdefault(index, family)
     return calls, results

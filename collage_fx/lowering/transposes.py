@@ -83,12 +83,7 @@ class _Rewriter:
         return self._flat(node, operands) if operands else node
 
     def _flat(self, node: Node, operands: Sequence[Node]) -> Node:
-        """Return the result of an elementwise operation, computed of elements in one order in memory.
-
-        Args:
-            node: the operation.
-            operands: its operands that have elements.
-        """
+        """Return the result of an elementwise operation on ``operands``, computed in one order in memory."""
         tensors = {view: tensor for view in operands if (tensor := _transposed(view)) is not None}
         if len(tensors) == len(operands) and len({tuple(_order(view)) for view in tensors}) == 1:
             view = operands[0]
