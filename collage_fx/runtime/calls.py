@@ -106,32 +106,28 @@ class StepInParts:
         calls, outputs = plan.calls, plan.outputs
         #: Constants, which are made at the first call.
         self._constants: Sequence[Any] | None = None
+        results = dict(enumerate(plan.results, plan.first_result))
+        first_number = plan.first_result + len(results)
         #: Indices of tensors that are returned again: equal scalars, of which each parameter gets a copy.
-        first_number = plan.first_result + len(plan.results)
         self._returned_before = [
             i
             for i, index in enumerate(outputs)
             if index is not None and index < first_number and index in outputs[:i]
         ]
-        indices = range(plan.first_result, plan.first_result + len(plan.results))
         in_python = {index for index in outputs if index is not None}
-        in_python |= {index for index, (size, *_) in zip(indices, plan.results, strict=True) if size}
+        in_python |= {index for index, (size, *_) in results.items() if size}
         in_python.update(index for call in calls if call.kernel.function is None for index in call.values)
         self._stacks = [stack for stack in plan.stacks if not stack.of_host]
         of_host = [stack for stack in plan.stacks if stack.of_host]
         in_stacks = {index for stack in self._stacks for index in stack.members}
         in_tables = {stack.index for stack in of_host}
-        in_python |= in_stacks
-        allocated = {
-            i: each
-            for i, each in zip(indices, plan.results, strict=True)
-            if i in in_python and i not in in_stacks and i not in in_tables
-        }
+        of_their_own = in_python - in_stacks - in_tables
+        allocated = {i: each for i, each in results.items() if i in of_their_own}
         self._temporaries = _Temporaries(plan, allocated)
         self._allocated = [each for each in allocated.items() if each[0] not in self._temporaries.offsets]
         cells: dict[torch.device, list[int]] = defaultdict(list)
-        for index, (_, _, _, device) in zip(indices, plan.results, strict=True):
-            if index not in in_python:
+        for index, (_, _, _, device) in results.items():
+            if index not in in_python and index not in in_stacks:
                 cells[device].append(index)
         self._addresses = _Addresses(cells[HOST])
         devices = dict.fromkeys(call.kernel.device for call in calls if call.kernel.function is not None)

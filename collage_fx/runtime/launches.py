@@ -92,14 +92,14 @@ class Launch:
         kinds = {a: c.kind for a, c in zip(self.function.arguments, self.kernel.columns, strict=True)}
         return [kinds[argument] for argument in self.function.accesses if kinds[argument] > 0]
 
-    def prepare(self, words: Tensor, device: torch.device, present: array[int] | None) -> None:
+    def prepare(self, words: Tensor, present: array[int] | None) -> None:
         """Find the kernel of each row, by its addresses, and the programs of each kernel.
 
         Args:
             words: words of the table.
-            device: device of the table.
             present: for each member a byte, nonzero if its rows are launched; None for all.
         """
+        device = self._launches.device
         if self._classify is None:
             given = words[self._rows], self._of_elements, ALIGNED_BYTES, self._members, self._kinds
             self._classify = Classify(*given)
@@ -260,7 +260,7 @@ class Launches(Table):
                 "gradients to the same memory",
             )
         for each in self.launches:
-            each.prepare(self._words, self.device, present)
+            each.prepare(self._words, present)
         self._present = present
         self._upload()
         self._is_current = True
@@ -275,23 +275,17 @@ def is_captured(device: torch.device) -> bool:
 
 
 class Upload:
-    """Copy of words to a device, without waiting for the device.
+    """Copy of words of the host to memory of a device, without waiting for the device.
 
     A pinned buffer is written again only after the device has read it.
-
-    Args:
-        words: the words, on the host.
-        into: memory of the device.
     """
 
     def __init__(self, words: Tensor, into: Tensor) -> None:
         self._words, self._into = words, into
         self._is_pinned = into.device.type == "cuda"
+        count = UPLOADS * self._is_pinned
         self._buffers = itertools.cycle(
-            [
-                (torch.empty_like(words, pin_memory=True), torch.cuda.Event())
-                for _ in range(UPLOADS * self._is_pinned)
-            ]
+            [(torch.empty_like(words, pin_memory=True), torch.cuda.Event()) for _ in range(count)]
         )
 
     def __call__(self) -> None:

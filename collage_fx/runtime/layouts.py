@@ -1,10 +1,11 @@
 """Checks that the tensors passed to a step have the layouts that its code was compiled for.
 
-Note [What Dynamo does not look at] ----------------------------------- Dynamo's guards compare the identity
-of an optimizer's parameters and state, and test whether gradients exist. So the guards accept ``p.data =
-...`` of any strides, dtype or device, and a gradient that has become sparse or has another layout. Compiled
-code reads memory by address. A gradient with other strides, or of a narrower dtype, is copied for the call;
-all other changes are refused before anything runs.
+Note [What Dynamo does not look at]
+-----------------------------------
+Dynamo's guards compare the identity of an optimizer's parameters and state, and test whether gradients exist.
+So the guards accept ``p.data = ...`` of any strides, dtype or device, and a gradient that has become sparse
+or has another layout. Compiled code reads memory by address. A gradient with other strides, or of a narrower
+dtype, is copied for the call; all other changes are refused before anything runs.
 
 Note [One look at all tensors]
 ------------------------------
@@ -100,17 +101,13 @@ class Expected:
 
 
 class Layouts:
-    """Check of all arguments of a step against its code: Note [One look at all tensors].
-
-    Args:
-        expected: descriptions of the arguments.
-    """
+    """Check of all arguments of a step against its code: Note [One look at all tensors]."""
 
     def __init__(self, expected: Sequence[Expected]) -> None:
         self.expected = expected
         self._tensors = picking([each.index for each in expected])
         # Test that tensors have the layouts of the last call, and the arguments that were copied in it.
-        self._last: tuple[Callable[..., bool], Sequence[Expected]] = (_unknown, ())
+        self._last: tuple[Callable[..., bool], Sequence[Expected]] = (lambda *tensors: False), ()
 
     def fit(self, arguments: list[Any]) -> bool:
         """Replace tensors of another layout by copies, or raise.
@@ -132,10 +129,6 @@ class Layouts:
         copied = [each for each in self.expected if each.fit(arguments)]
         self._last = metadata_check(tensors), copied
         return False
-
-
-def _unknown(*tensors: Tensor) -> bool:
-    return False
 
 
 def picking(indices: Sequence[int]) -> Callable[[Sequence[Any]], tuple[Any, ...]]:

@@ -35,12 +35,9 @@ class Piece(NamedTuple):
 
 
 def pieces_of(calls: Iterable[Call], longest: int, clump: int = 1) -> list[Piece]:
-    """Cut calls into pieces; a call for scalars is not cut.
+    """Cut calls into pieces of length ``longest``; a call for scalars is not cut.
 
-    Args:
-        calls: the calls.
-        longest: length of a piece.
-        clump: smallest length of a last piece. A shorter remainder belongs to the piece before.
+    A remainder that is shorter than ``clump`` belongs to the piece before.
     """
     pieces = []
     for call in calls:
