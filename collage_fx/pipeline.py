@@ -73,10 +73,7 @@ CHOOSING: tuple[Pass, ...] = (Analyze(), PackState())
 SUMMING: tuple[Pass, ...] = (Normalize(), RefineNumbers(), SumChanges())
 
 #: Passes that carry a step in float32, as it would be without any rounding of its state.
-IN_FLOAT32: tuple[Pass, ...] = (
-    *PIPELINE[: PIPELINE.index(Analyze())],
-    *(Widen(), RefineNumbers()),
-)
+IN_FLOAT32: tuple[Pass, ...] = (*PIPELINE[: PIPELINE.index(Analyze())], Widen(), RefineNumbers())
 
 
 def inserted(own: Pass, *, before: str, passes: Sequence[Pass] = PIPELINE) -> tuple[Pass, ...]:

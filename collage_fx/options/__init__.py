@@ -1,15 +1,5 @@
 """Options and their checks; ``budgets`` beside them has the options that a limit on bytes leads to."""
 
-from collage_fx.options.options import (
-    GivenOptions,
-    Options,
-    refuse_unknown,
-    refuse_unless,
-)
+from collage_fx.options.options import GivenOptions, Options, refuse_unknown, refuse_unless
 
-__all__ = [
-    "GivenOptions",
-    "Options",
-    "refuse_unknown",
-    "refuse_unless",
-]
+__all__ = ["GivenOptions", "Options", "refuse_unknown", "refuse_unless"]

@@ -164,15 +164,9 @@ class Options(OptionFields):
                 where="bytes_per_parameter",
                 remedy="use a number of bytes, such as 8: of parameters, state and error terms together",
             )
-        defaults: dict[str, str | None] = {
-            "strategy": "plus",
-            "error_format": DEFAULT_FORMATS["wide"],
-            "arithmetic": "wide",
-            "rounding": DEFAULT_ROUNDINGS["wide"],
-            "state": None,
-        }
-        for name, value in defaults.items():
-            if getattr(self, name) != value:
+        default = Options.of()
+        for name in ("strategy", "error_format", "arithmetic", "rounding", "state"):
+            if getattr(self, name) != getattr(default, name):
                 raise InvalidOptionError(
                     f"bytes_per_parameter={budget!r} chooses {name}, but {name}={getattr(self, name)!r} is "
                     "given, too",
