@@ -12,7 +12,7 @@ import logging
 import math
 import time
 from collections.abc import Callable, Collection, Hashable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, cast
 from weakref import WeakKeyDictionary
@@ -341,8 +341,9 @@ class Compilation:
 
         try:
             return self._trace(self.module, self.arguments, inner_compile)
-        finally:
-            self._let_go()
+        finally:  # release the real tensors: AOTAutograd keeps inner_compile as long as the compiled code
+            self.module, self.arguments = GraphModule({}, Graph()), ()
+            self.optimizers, self.known = {}, {}
 
     def _trace(
         self, module: GraphModule, arguments: tuple[Any, ...], inner_compile: Callable[..., Any]
@@ -355,13 +356,6 @@ class Compilation:
             decompositions=decompositions() if self.options.strategy != "none" else None,
             config_patches=self.settings,
         )
-
-    def _let_go(self) -> None:
-        """Release the real tensors: AOTAutograd keeps ``inner_compile`` as long as the compiled code."""
-        self.module = GraphModule({}, Graph())
-        self.arguments = ()
-        self.optimizers = {}
-        self.known = {}
 
     # -- The functional graph, and what its inputs are to the user
 
@@ -389,10 +383,11 @@ class Compilation:
         for node, owner in zip(inputs, repetition.owners, strict=True):
             if owner is None and node in stores:
                 return Reason.at(stores[node], "it writes to what several updates have in common")
-        if (note := self._reason_to_leave_alone(gm, families.infos, repetition)) is not None:
+        graph = _Traced(gm, example_inputs, inductor_options, families.infos, repetition)
+        if (note := self._reason_to_leave_alone(graph)) is not None:
             return Reason(note)
         try:
-            step = self._compensated(gm, families.infos, repetition, example_inputs, inductor_options)
+            step = self._compensated(graph)
         except AliasedStateError as refusal:
             return Reason(refusal.met)  # the whole graph is refused for it again, by names
         if isinstance(step, Reason):
@@ -424,17 +419,17 @@ class Compilation:
         self._prepare(gm)
         if not inductor_options.get("is_inference", False):  # for a backward graph, the rest is forgotten
             self._refuse_uncompensated_update(gm)
-            why = "the graph needs autograd, so it is no optimizer step"
-            return self._as_captured(gm, example_inputs, inductor_options, why)
+            graph = _Traced(gm, example_inputs, inductor_options, (), Repetition.whole(0))
+            return self._as_captured(graph, "the graph needs autograd, so it is no optimizer step")
         infos = describe_inputs(placeholders(gm.graph), self.module, self.arguments, self.known)
-        one = Repetition.whole(len(infos))
-        if (note := self._reason_to_leave_alone(gm, infos, one)) is not None:
-            return self._as_captured(gm, example_inputs, inductor_options, note)
+        graph = _Traced(gm, example_inputs, inductor_options, infos, Repetition.whole(len(infos)))
+        if (note := self._reason_to_leave_alone(graph)) is not None:
+            return self._as_captured(graph, note)
         try:
-            step = self._compensated(gm, infos, one, example_inputs, inductor_options, not_by_family)
+            step = self._compensated(graph, not_by_family)
         except AliasedStateError as refusal:
             raise_or_warn(self, refusal, strict=self.options.strict)
-            return self._as_captured(gm, example_inputs, inductor_options, refusal.met)
+            return self._as_captured(graph, refusal.met)
         assert not isinstance(step, Reason), "a graph of one is compiled as one, if need be"
         return step
 
@@ -466,8 +461,7 @@ class Compilation:
         """Put reads before writes, assignments into stores; record the step if eager torch would raise in it.
 
         Dynamo traces past operations that raise for a dtype, where the step catches the error: a tensor
-            without
-        values has a factorization in every format.
+        without values has a factorization in every format.
         """
         if self.options.strategy != "none":
             assignments_to_stores(gm)
@@ -520,11 +514,12 @@ class Compilation:
             for slope in state.recurrence.slopes
             if slope.is_number
         )
-        decays = {decay: _in_float32(decay) for slope in slopes if 0 < (decay := float(1 - slope)) < 0.5}
-        wrong = {decay: applied for decay, applied in decays.items() if abs(applied - decay) > decay / 10}
+        decays = {decay for slope in slopes if 0 < (decay := float(1 - slope)) < 0.5}
+        rounded = ((decay, 1 - float(torch.tensor(1 - decay, dtype=torch.float32))) for decay in decays)
+        wrong = [(decay, applied) for decay, applied in rounded if abs(applied - decay) > decay / 10]
         if not wrong:
             return ""
-        decay, applied = min(wrong.items())
+        decay, applied = min(wrong)
         is_applied = (
             program.arithmetic == "wide" and program.changes == "summed" and program.strategy != "none"
         )
@@ -534,62 +529,50 @@ class Compilation:
             + ("Here it is applied." if is_applied else "So it is here: it needs changes='summed'.")
         )
 
-    def _reason_to_leave_alone(
-        self, gm: GraphModule, infos: Sequence[InputInfo], repetition: Repetition
-    ) -> str | None:
+    def _reason_to_leave_alone(self, graph: _Traced) -> str | None:
         """Return the reason to leave a graph to plain Inductor; None if there is something to rewrite.
 
         That is an update, or a value of weights that leaves the graph.
         """
-        updated = copies_to_inputs(gm.graph)
-        self._refuse_out_of_reach(gm, infos, repetition)
-        self.read_rounded = self._read_rounded(gm, infos, repetition)
+        updated = graph.stores
+        self._refuse_out_of_reach(graph)
+        self.read_rounded = self._read_rounded(graph)
         if any(is_low_precision_tensor(node) for node in updated):
             return None
-        known = any(_input_has_error_terms(info) or _packed_format(info) is not None for info in infos)
-        if updated and (known or self._may_get_terms(gm, infos, repetition)):
+        known = any(_input_has_error_terms(info) or _packed_format(info) is not None for info in graph.infos)
+        if updated and (known or self._may_get_terms(graph)):
             return None  # for example a float32 average of compensated parameters
-        computed = set(gm.graph.nodes) - set(placeholders(gm.graph))
+        computed = set(graph.gm.graph.nodes) - set(placeholders(graph.gm.graph))
         if updated and self.recorded and any(map(is_low_precision_tensor, computed)):
             return None  # a float32 tensor that outlives the part, from 16-bit results
         sums = self.options.strategy != "none" and self.options.changes == "summed"
-        if updated and sums and self._sums_changes(gm):
+        if updated and sums and self._sums_changes(graph.gm):
             return None
-        is_step = any(info.role in (Role.PARAMETER, Role.STATE) for info in infos)
+        is_step = any(info.role in (Role.PARAMETER, Role.STATE) for info in graph.infos)
         if is_step and self._packs_float32 and any(map(is_float32_tensor, updated)):
             return None
-        if self.options.strategy != "none" and not updated and self._hands_on_weights(gm, infos, repetition):
+        if self.options.strategy != "none" and not updated and self._hands_on_weights(graph):
             return None
         return "the graph updates no bfloat16 or float16 tensor"
 
-    def _hands_on_weights(self, gm: GraphModule, infos: Sequence[InputInfo], repetition: Repetition) -> bool:
+    def _hands_on_weights(self, graph: _Traced) -> bool:
         """Return whether a result is a value of weights, as a copy is: Note [Values that leave a graph]."""
-        positions = self._may_get_terms(gm, infos, repetition)
-        whole = {
-            node
-            for i, node in enumerate(placeholders(gm.graph))
-            if i in positions or _input_has_error_terms(infos[repetition.copies[i][0]])
-        }
-        return not values_of_weights(gm.graph, whole).isdisjoint(gm.graph.output_node().all_input_nodes)
+        known = self._may_get_terms(graph)
+        inputs = enumerate(graph.inputs)
+        whole = {node for i, (node, info) in inputs if i in known or _input_has_error_terms(info)}
+        return not values_of_weights(graph.gm.graph, whole).isdisjoint(graph.kept)
 
-    def _refuse_out_of_reach(
-        self, gm: GraphModule, infos: Sequence[InputInfo], repetition: Repetition
-    ) -> None:
+    def _refuse_out_of_reach(self, graph: _Traced) -> None:
         """Raise, or warn, if a graph keeps values of weights whose error terms it cannot reach.
 
         They are of offloaded optimizers, or it is given views.
         """
         if self.options.strategy == "none":
             return
-        stores = copies_to_inputs(gm.graph)
-        kept = {*stores, *map(stored, stores.values()), *gm.graph.output_node().all_input_nodes}
-        for position, node in enumerate(placeholders(gm.graph)):
-            info = infos[repetition.copies[position][0]]
+        for node, info in graph.inputs:
             if info.tensor is not None and host_twin(info.tensor) is not info.tensor:
-                name, what = (
-                    info.name,
-                    "a weight of an offloaded optimizer, whose error terms are in host memory",
-                )
+                name = info.name
+                what = "a weight of an offloaded optimizer, whose error terms are in host memory"
                 remedy = (
                     "leave the function to eager torch, with collage_fx.full_value(p, torch.float32) "
                     "where it reads p and collage_fx.assign(p, value) where it writes p"
@@ -599,7 +582,7 @@ class Compilation:
                 remedy = "give the function the weight itself, and take the view in the function"
             else:
                 continue
-            used = kept & {node, *values_of_weights(gm.graph, {node})}
+            used = {*graph.stores, *graph.kept} & {node, *values_of_weights(graph.gm.graph, {node})}
             if any((value := tensor_value(each)) is not None and value.dim() for each in used):
                 refusal = UncompensatedParameterError(
                     f"a compiled function reads or writes {what}", where=name, remedy=remedy
@@ -622,45 +605,39 @@ class Compilation:
         owners = (each.tensor for each in adopted if is_same_memory(local_tensor(each.tensor), piece))
         return next(owners, tensor)
 
-    def _read_rounded(self, gm: GraphModule, infos: Sequence[InputInfo], repetition: Repetition) -> list[int]:
+    def _read_rounded(self, graph: _Traced) -> list[int]:
         """Return the positions of arguments that may be detached weights whose values outlive the graph."""
         if self.recorded or self.options.strategy == "none":
             return []
-        stores, known = copies_to_inputs(gm.graph), self._may_get_terms(gm, infos, repetition)
+        known = self._may_get_terms(graph)
         unknown = {}
-        for position, node in enumerate(placeholders(gm.graph)):
-            members = [infos[index] for index in repetition.copies[position]]
-            is_read = is_low_precision_tensor(node) and node not in stores and position not in known
-            if is_read and not _input_has_error_terms(members[0]):
-                unknown[node] = {id(each.tensor) for each in members} - self.known.keys()
-        kept = {*map(stored, stores.values()), *gm.graph.output_node().all_input_nodes}
-        if not unknown or kept.isdisjoint(values_of_weights(gm.graph, unknown) | unknown.keys()):
+        for position, (node, info) in enumerate(graph.inputs):
+            is_read = is_low_precision_tensor(node) and node not in graph.stores and position not in known
+            if is_read and not _input_has_error_terms(info):
+                members = graph.repetition.copies[position]
+                unknown[node] = {id(graph.infos[index].tensor) for index in members} - self.known.keys()
+        if not unknown or graph.kept.isdisjoint(values_of_weights(graph.gm.graph, unknown) | unknown.keys()):
             return []
         read = set().union(*unknown.values())
         return [i for i, argument in enumerate(self.arguments) if id(argument) in read]
 
-    def _may_get_terms(
-        self, gm: GraphModule, infos: Sequence[InputInfo], repetition: Repetition
-    ) -> frozenset[int]:
+    def _may_get_terms(self, graph: _Traced) -> frozenset[int]:
         """Return the positions of inputs that are read alone, and may get error terms in another graph.
 
         These are states of known optimizers, and all parameters: their optimizer may come later.
         """
         if self.recorded or self.options.strategy == "none":
             return frozenset()
-        stores = copies_to_inputs(gm.graph)
-        found = set()
-        for position, node in enumerate(placeholders(gm.graph)):
-            info = infos[repetition.copies[position][0]]
-            tensor = info.tensor
+
+        def may_get(node: Node, info: InputInfo) -> bool:
+            if info.tensor is None or node in graph.stores or not is_low_precision_tensor(node):
+                return False
             if info.role is not Role.PARAMETER and self.options.packs:
-                continue  # state is packed, and has no error terms
-            if tensor is not None and node not in stores and is_low_precision_tensor(node):
-                piece = local_tensor(tensor)
-                is_parameter = isinstance(tensor, torch.nn.Parameter)
-                if is_parameter or self._adopted_around(piece):
-                    found.add(position)
-        return frozenset(found)
+                return False  # state is packed, and has no error terms
+            is_parameter = isinstance(info.tensor, torch.nn.Parameter)
+            return is_parameter or bool(self._adopted_around(local_tensor(info.tensor)))
+
+        return frozenset(i for i, (node, info) in enumerate(graph.inputs) if may_get(node, info))
 
     @cached_property
     def _adopted(self) -> dict[int, list[KnownTensor]]:
@@ -674,36 +651,27 @@ class Compilation:
     # -- Refused, rewritten, lowered, reported
 
     def _compensated(
-        self,
-        gm: GraphModule,
-        infos: Sequence[InputInfo],
-        repetition: Repetition,
-        example_inputs: Sequence[Any],
-        inductor_options: dict[str, Any],
-        not_by_family: Reason | None = None,
+        self, graph: _Traced, not_by_family: Reason | None = None
     ) -> Callable[[list[Any]], Any] | Reason:
         """Rewrite, lower and report the functional graph of one member of each family.
 
         Args:
-            gm: the graph.
-            infos: descriptions of the inputs of the whole graph.
-            repetition: recurrence of the graph's own inputs among these.
-            example_inputs: argument of ``compile_fx`` for its inner compiler.
-            inductor_options: keyword arguments of ``compile_fx`` for its inner compiler.
-            not_by_family: why the graph is whole, if it is.
+            graph: the graph.
+            not_by_family: why it is whole, if it is.
 
         Returns:
-            the step of all members, or the reason why it cannot be made. A family of one always has a
-            step.
+            the step of all members, or the reason why it cannot be made. A family of one always has a step.
         """
         started = time.perf_counter()
-        program = self._accepted(gm, infos, repetition)
-        before = copy_of(gm)
+        repetition = graph.repetition
+        program = self._accepted(graph)
+        before = copy_of(graph.gm)
         as_captured = program.before_passes(before)
         made_anew = results_to_inputs(program)
         program.captured = copy_of(program.gm) if self.options.metrics else None
         self._refuse_lost_values(program)
-        example_inputs = [*example_inputs, *_values_behind(program, len(example_inputs))]
+        added = placeholders(program.gm.graph)[len(graph.example_inputs) :]
+        example_inputs = [*graph.example_inputs, *(node.meta["val"] for node in added)]
         pass_log = PassLog(self.subject, before)
         self._rewrite(program, pass_log)
         self._refuse_uncompensated(program)
@@ -725,13 +693,13 @@ class Compilation:
                     note_write(tensor, compensated=state.compensated)
                     if not self.recorded and isinstance(owner := self._owner(tensor), torch.nn.Parameter):
                         self.updated.append(owner)
-        known_packed = any(map(_packed_format, infos))
+        known_packed = any(map(_packed_format, graph.infos))
         self._drop_codes(program)
         with generated_code() as code:
             if is_rewritten:
-                made = self.backend.lower(program, example_inputs, inductor_options)
+                made = self.backend.lower(program, example_inputs, graph.inductor_options)
             else:
-                made = self._lower_as_captured(gm, example_inputs, inductor_options)
+                made = self._lower_as_captured(graph)
                 if known_packed:
                     made = made._replace(step=_with_memory(made.step))
         if isinstance(made, Reason):
@@ -742,14 +710,10 @@ class Compilation:
             measured = MeteredStep(meter, self.subject, program, in_float32(program), made.step)
             made = made._replace(step=measured)
         if made_anew:
-            layouts = {
-                index: placeholder.meta["val"]
-                for placeholder, copies in zip(
-                    placeholders(program.gm.graph), program.repetition.copies, strict=False
-                )
-                for index in copies
-            }
-            of_results = {result: (index, layouts[index]) for result, index in made_anew.items()}
+            inputs = zip(placeholders(program.gm.graph), program.repetition.copies, strict=False)
+            layouts = {index: node.meta["val"] for node, copies in inputs for index in copies}
+            in_order = sorted(made_anew.items(), key=lambda each: each[1])
+            of_results = {result: layouts[index] for result, index in in_order}
             made = made._replace(step=MakingStep(made.step, of_results))
         left_out = {str(failed): failed for failed in program.left_out}
         for failed in left_out.values():
@@ -811,25 +775,22 @@ class Compilation:
         }
         for i, info in enumerate(program.infos):
             tensor = info.tensor
-            if (
-                tensor is not None
-                and i not in packs
-                and tensor.dtype is torch.float32
-                and packed_format(tensor)
-            ):
+            if tensor is None or tensor.dtype is not torch.float32 or i in packs:
+                continue
+            if packed_format(tensor):
                 reset_error_terms(tensor)
 
-    def _accepted(self, gm: GraphModule, infos: Sequence[InputInfo], repetition: Repetition) -> StepProgram:
+    def _accepted(self, graph: _Traced) -> StepProgram:
         """Make the program that enters the pipeline; raise if the step cannot be compensated."""
         packed = self.options.state
         program = StepProgram(
-            copy_of(gm),
-            infos,
+            copy_of(graph.gm),
+            graph.infos,
             self.options.strategy,
             # Values that one graph of a recorded step hands to another are on no path from a state to it.
             "wide" if self.recorded else self.options.arithmetic,
             ERROR_FORMATS[self.options.error_format],
-            repetition,
+            graph.repetition,
             is_recorded=bool(self.recorded),
             is_compiled=self.is_compiled,
             rounding=self.options.rounding,
@@ -837,28 +798,25 @@ class Compilation:
             packed=None if packed is None or self.recorded else PACKED_FORMATS[packed],
             takes_float32=self._packs_float32,
         )
-        inputs, stores = placeholders(program.gm.graph), copies_to_inputs(program.gm.graph)
+        inputs = enumerate(graph.inputs)
+        having = [(i, node, _is_new(info)) for i, (node, info) in inputs if _input_has_error_terms(info)]
         program.already_compensated = frozenset(
-            i
-            for i, (node, info) in enumerate(zip(inputs, program.inputs, strict=True))
-            if _input_has_error_terms(info) and not (node in stores and _is_new(info))
+            i for i, node, is_new in having if not (is_new and node in graph.stores)
         )
-        program.has_lasting_terms = frozenset(
-            i for i, info in enumerate(program.inputs) if _input_has_error_terms(info) and not _is_new(info)
-        )
-        program.may_get_terms = self._may_get_terms(gm, infos, repetition) - program.already_compensated
-        if any(i in program.already_compensated and node not in stores for i, node in enumerate(inputs)):
+        program.has_lasting_terms = frozenset(i for i, _, is_new in having if not is_new)
+        program.may_get_terms = self._may_get_terms(graph) - program.already_compensated
+        if any(node not in graph.stores for _, node, _ in having):
             program.arithmetic = "wide"  # "native" reads only hi of tensors that it does not update
         if self.options.bytes_per_parameter is not None:
             program = self._within_budget(program, self.options.bytes_per_parameter)
         if self.options.strategy != "none":
-            refuse_aliases(gm, program.inputs, self.known.values())
+            refuse_aliases(graph.gm, program.inputs, self.known.values())
             try:
-                refuse_unsupported(gm, program.inputs, packs=self._packs_float32)
+                refuse_unsupported(graph.gm, program.inputs, packs=self._packs_float32)
             except UnsupportedTensorError as refusal:
                 about = next(iter(self.optimizers.values()), self)  # an optimizer is compiled more than once
                 raise_or_warn(about, refusal, strict=self.options.strict)
-        self._refuse_other_error_terms(infos, program.error_format)
+        self._refuse_other_error_terms(graph.infos, program.error_format)
         return program
 
     def _within_budget(self, program: StepProgram, limit: float) -> StepProgram:
@@ -895,7 +853,8 @@ class Compilation:
         budgets = budgets_for_parts(dtype, self.options.passes)
         known = self.backend.budgets
         before = [known[optimizer][0] for optimizer in self.optimizers.values() if optimizer in known]
-        as_before = [budget for budget in budgets if any(map(budget.has_error_terms_of, before))]
+        terms = {(budget.strategy, budget.error_format) for budget in before}
+        as_before = [budget for budget in budgets if (budget.strategy, budget.error_format) in terms]
         return (as_before or [best_budget(budgets, max(limit, budgets[0].bytes))])[0], *budgets
 
     def _refuse_other_error_terms(self, infos: Sequence[InputInfo], error_format: ErrorFormat) -> None:
@@ -942,14 +901,14 @@ class Compilation:
                     raise refusal
                 warn(refusal)
 
-    def _lower_as_captured(
-        self, gm: GraphModule, example_inputs: Sequence[Any], inductor_options: dict[str, Any]
-    ) -> Lowered:
+    def _lower_as_captured(self, graph: _Traced) -> Lowered:
         """Lower a graph in which nothing is rewritten."""
-        reason = why_not_compiled(gm.graph, is_recorded=bool(self.recorded), is_compiled=self.is_compiled)
+        gm, is_recorded = graph.gm, bool(self.recorded)
+        reason = why_not_compiled(gm.graph, is_recorded=is_recorded, is_compiled=self.is_compiled)
         if reason is not None:
             return Lowered(interpreted(gm), "operation by operation", not_taken(("in parts", reason)))
-        return Lowered(self.backend.lower_as_captured(gm, example_inputs, inductor_options), "as captured")
+        step = self.backend.lower_as_captured(gm, graph.example_inputs, graph.inductor_options)
+        return Lowered(step, "as captured")
 
     def _rows(self, program: StepProgram) -> tuple[TensorReport, ...]:
         """Return the report's rows: the optimizers' tensors in their order, then all others."""
@@ -968,26 +927,24 @@ class Compilation:
         rank = {entry.name: i for i, entry in enumerate(self.known.values())}
         return tuple(sorted(rows, key=lambda row: rank.get(row.name, len(rank))))
 
-    def _as_captured(
-        self, gm: GraphModule, example_inputs: Sequence[Any], inductor_options: dict[str, Any], why: str
-    ) -> Callable[[list[Any]], Any]:
+    def _as_captured(self, graph: _Traced, why: str) -> Callable[[list[Any]], Any]:
         """Lower the captured graph unchanged, and report why."""
-        is_empty = not any(node.op == "call_function" for node in gm.graph.nodes)
+        is_empty = not any(node.op == "call_function" for node in graph.gm.graph.nodes)
         if self.left_alone or is_empty:  # a second call is for the backward graph of the same capture
-            return self._lower_as_captured(gm, example_inputs, inductor_options).step
+            return self._lower_as_captured(graph).step
         self.left_alone = True
-        graph = copy_of(gm)
-        pass_log = PassLog(self.subject, graph)
+        captured = copy_of(graph.gm)
+        pass_log = PassLog(self.subject, captured)
         with generated_code() as code:
-            made = self._lower_as_captured(gm, example_inputs, inductor_options)
+            made = self._lower_as_captured(graph)
         pass_log.lowered(tuple(code))
         lowered = "lowered by Inductor" if made.unit == "as captured" else "run by torch"
         note = f"{self.subject}: {why}; {lowered} as it is"
         log.info(note)
         report = GraphReport(
-            captured=graph,
-            repetition=Repetition.whole(len(placeholders(graph.graph))),
-            rewritten=(graph, ()),
+            captured=captured,
+            repetition=Repetition.whole(len(placeholders(captured.graph))),
+            rewritten=(captured, ()),
             subject=self.subject,
             tensors=(),
             code=tuple(code),
@@ -1012,6 +969,40 @@ class Compilation:
             log.debug("%s: %s: %s; %s", self.subject, group.what, row.recurrence, row.why)
 
 
+@dataclass(frozen=True, eq=False)
+class _Traced:
+    """Functional graph of one member of each family, as AOTAutograd hands it over.
+
+    Attributes:
+        gm: the graph.
+        example_inputs, inductor_options: arguments of ``compile_fx`` for its inner compiler.
+        infos: descriptions of the inputs of the whole graph; empty if the graph is not looked into.
+        repetition: recurrence of the graph's own inputs among these.
+    """
+
+    gm: GraphModule
+    example_inputs: Sequence[Any]
+    inductor_options: dict[str, Any]
+    infos: Sequence[InputInfo]
+    repetition: Repetition
+
+    @cached_property
+    def inputs(self) -> list[tuple[Node, InputInfo]]:
+        """The graph's own inputs, each with the description of its first copy."""
+        infos = (self.infos[copies[0]] for copies in self.repetition.copies)
+        return list(zip(placeholders(self.gm.graph), infos, strict=True))
+
+    @cached_property
+    def stores(self) -> dict[Node, Node]:
+        """Stores by the inputs that they write to."""
+        return copies_to_inputs(self.gm.graph)
+
+    @cached_property
+    def kept(self) -> set[Node]:
+        """Values that outlive the graph: stored values, and results."""
+        return {*map(stored, self.stores.values()), *self.gm.graph.output_node().all_input_nodes}
+
+
 def _input_has_error_terms(info: InputInfo) -> bool:
     """Return whether an input's tensor has error terms."""
     return info.tensor is not None and has_error_terms(info.tensor)
@@ -1021,11 +1012,6 @@ def _is_new(info: InputInfo) -> bool:
     """Return whether an input's error terms are from the step that made the tensor."""
     record = None if info.tensor is None else record_of(info.tensor)
     return record is not None and record.is_new
-
-
-def _values_behind(program: StepProgram, first: int) -> list[Any]:
-    """Return the fake tensors of the inputs that were added to the graph, from ``first`` on."""
-    return [node.meta["val"] for node in placeholders(program.gm.graph)[first:]]
 
 
 def _packed_format(info: InputInfo) -> ErrorFormat | None:
@@ -1065,11 +1051,6 @@ def _warning_of_terms(step: Callable[..., Any], positions: Sequence[int], subjec
         return step(*arguments)
 
     return warning
-
-
-def _in_float32(decay: float) -> float:
-    """Return the decay of a factor ``1 - decay`` that is rounded to float32."""
-    return 1 - float(torch.tensor(1 - decay, dtype=torch.float32))
 
 
 def _never_called(*arguments: Any) -> Any:

@@ -19,6 +19,7 @@ than the limit, it is refused after its first step.
 from __future__ import annotations
 
 import functools
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
@@ -64,10 +65,6 @@ class Budget:
     def rank(self) -> int:
         """Index in :data:`BUDGETS`: the smaller, the more precise."""
         return BUDGETS.index(replace(self, bytes=0.0, not_packed=""))
-
-    def has_error_terms_of(self, other: Budget) -> bool:
-        """Return whether two budgets have the same error terms, whatever the format of other state."""
-        return (self.strategy, self.error_format) == (other.strategy, other.error_format)
 
     def __str__(self) -> str:
         state = "" if self.state is None else f", state={self.state!r}"
@@ -174,20 +171,18 @@ def frontier(budgets: Sequence[Budget]) -> list[Budget]:
     Args:
         budgets: the smallest first.
     """
-    alike: dict[tuple[float, str], list[Budget]] = {}
+    alike: dict[tuple[float, str], list[Budget]] = defaultdict(list)
     for budget in budgets:
-        alike.setdefault((budget.bytes, budget.error_format), []).append(budget)
-    best, least = [], len(BUDGETS)
+        alike[budget.bytes, budget.error_format].append(budget)
+    best, least, strategies = [], len(BUDGETS), get_args(Strategy)
     for group in sorted(alike.values(), key=lambda group: (group[0].bytes, min(map(Budget.rank, group)))):
         rank = min(map(Budget.rank, group))
         if rank < least:
-            best.append(min(group, key=_complexity))
+            best.append(
+                min(group, key=lambda each: (each.state is not None, strategies.index(each.strategy)))
+            )
             least = rank
     return best
-
-
-def _complexity(budget: Budget) -> tuple[bool, int]:
-    return budget.state is not None, get_args(Strategy).index(budget.strategy)
 
 
 def _wider_state(program: StepProgram) -> int:
@@ -230,11 +225,9 @@ def _bytes(program: StepProgram) -> float:
 
 def _not_packed(program: StepProgram) -> str:
     """Describe the state with most bytes that is not packed, and why; empty if there is none."""
-    held: dict[str, int] = {}
+    held = Counter[str]()
     for state in program.states:
         if state.not_packed:
             left = f"{state.info.symbol} is not packed: {state.not_packed}"
-            held[left] = (
-                held.get(left, 0) + len(program.repetition.copies[state.position]) * state.value.nbytes
-            )
+            held[left] += len(program.repetition.copies[state.position]) * state.value.nbytes
     return max(held, key=held.__getitem__, default="")

@@ -18,13 +18,7 @@ from collage_fx.graph import InputInfo
 from collage_fx.numerics import ErrorFormat
 from collage_fx.runtime.calls import Present
 from collage_fx.runtime.layouts import Expected, Layouts, picking, refuse_layout
-from collage_fx.state import (
-    ErrorTermRecord,
-    ensure_record,
-    has_error_terms,
-    note_new,
-    records_version,
-)
+from collage_fx.state import ErrorTermRecord, ensure_record, has_error_terms, note_new, records_version
 from collage_fx.torch_compat import Sharding, boxed_call, local_tensor
 
 #: Patterns of gradients that a step remembers.
@@ -185,14 +179,14 @@ class MakingStep:
 
     Args:
         step: function of a list with its inputs and then the new tensors.
-        made: for each result that is a new tensor, its index among the inputs and a tensor of its layout.
+        made: for each result that is a new tensor, a tensor of its layout, in the order of the inputs.
     """
 
-    def __init__(self, step: Callable[[list[Any]], Any], made: Mapping[int, tuple[int, Tensor]]) -> None:
+    def __init__(self, step: Callable[[list[Any]], Any], made: Mapping[int, Tensor]) -> None:
         self.step = step
         self.made = [
             (result, tuple(like.shape), like.stride(), like.dtype, like.device)
-            for result, (_, like) in sorted(made.items(), key=lambda each: each[1][0])
+            for result, like in made.items()
         ]
 
     def __call__(self, arguments: list[Any]) -> Any:
@@ -211,11 +205,7 @@ class MakingStep:
 def bind(index: int, info: InputInfo, error_format: ErrorFormat, *, reads: bool = False) -> Binding:
     """Return a binding that finds the error terms of an input; create them now if the input is bound.
 
-    Args:
-        index: index of the input.
-        info: facts about it.
-        error_format: format of its error terms.
-        reads: whether the step only reads them; then none are created.
+    If the step only reads them, none are created.
     """
     if not info.bound or info.tensor is None:
         return Binding(index, error_format, info.name, reads=reads, is_made=info.is_made)
