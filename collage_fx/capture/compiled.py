@@ -47,7 +47,7 @@ class Compiled:
         burned_in: positions of numbers that could not be made inputs.
         takes_sizes: whether sizes are inputs.
         holds: checks decisions of the trace against other inputs; None if the trace made none.
-        owners: say when it is stale: its own, and those of the components that it is made of.
+        owner: says when it is stale.
         bound: values of the function that the code has as its own tensors.
     """
 
@@ -57,13 +57,8 @@ class Compiled:
     burned_in: frozenset[int]
     takes_sizes: bool
     holds: Callable[[Sequence[Any]], bool] | None
-    owners: tuple[CompiledCode, ...]
+    owner: CompiledCode
     bound: Collection[int] = ()
-
-    @property
-    def is_stale(self) -> bool:
-        """Whether it may not be called again."""
-        return any(owner.is_stale for owner in self.owners)
 
     def fits(self, function: RecordedFunction) -> bool:
         """Return whether the code computes a function."""
@@ -102,7 +97,7 @@ def compiled_for(
     ``takes_sizes``, the code is to take any sizes.
     """
     numbers = function.numbers
-    bound, shared, owners = ({}, {}, ()) if together is None else together[1:]
+    bound, shared = ({}, {}) if together is None else (together.bound, together.shared)
     burned_in: frozenset[int] = frozenset()
     owner = CompiledCode()
     while True:
@@ -123,6 +118,6 @@ def compiled_for(
             continue
         constants = {i: value for i, value in enumerate(numbers) if shared.get(i, i) not in inputs}
         guard = scope.guard()
-        return Compiled(
-            code, constants, inputs, burned_in, takes_sizes, guard, (owner, *owners), frozenset(bound)
-        )
+        for component in () if together is None else together.owners:
+            component.within.append(owner)
+        return Compiled(code, constants, inputs, burned_in, takes_sizes, guard, owner, frozenset(bound))

@@ -378,7 +378,7 @@ class Matcher(TorchFunctionMode):
                 return False
             if self._kind(found, each.is_written) != each.kind:
                 return False
-        if len(memory) != len(pattern.inputs) or any(part.compiled.is_stale for part in pattern.parts):
+        if len(memory) != len(pattern.inputs) or any(p.compiled.owner.is_stale for p in pattern.parts):
             return False
         return all(part.compiled.holds is None or self._holds(pattern, part) for part in pattern.parts)
 
@@ -476,7 +476,7 @@ class Matcher(TorchFunctionMode):
             and each.kind[1][0] != "gradient"
         }
         try:
-            owners = [owner for part in several for owner in part.compiled.owners]
+            owners = [part.compiled.owner for part in several]
             together = Together(segment, lasting, shared, owners)
             compiled = compiled_for(
                 function, self._compile_together, changed, takes_sizes=False, together=together

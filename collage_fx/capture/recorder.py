@@ -547,16 +547,16 @@ class Recorder(TorchDispatchMode):
         if key not in self._compiled and self._first_met.setdefault(function.form, self._steps) < self._steps:
             key = function.form
         known = self._compiled.setdefault(key, [])
-        compiled = next((each for each in known if not each.is_stale and each.fits(function)), None)
+        compiled = next((each for each in known if not each.owner.is_stale and each.fits(function)), None)
         if compiled is None:
-            known[:] = [each for each in known if not each.is_stale]
+            known[:] = [each for each in known if not each.owner.is_stale]
             takes_sizes = key is function.form
             compiled = self._compile(function, takes_sizes=takes_sizes)
             known.insert(0, compiled)
             if len(known) >= BURNED_IN_AGAIN:
                 self._at_once |= function.operators_of(compiled.burned_in)
             compiled(function)
-            if not compiled.is_stale:  # the code is that for tensors with the error terms it gives
+            if not compiled.owner.is_stale:  # the code is that for tensors with the error terms it gives
                 function.look_at(segment, self.kind_of, len(function.inputs))
                 key = function.form if takes_sizes else (function.form, *key[1:])
                 self._compiled.setdefault(key, known)
@@ -581,8 +581,9 @@ class Recorder(TorchDispatchMode):
         compiled = compiled_for(function, self._compile_graph, changed, takes_sizes=takes_sizes)
         for name in names:
             for each in (known := self._named.setdefault(name, [])):
-                each.owners[0].is_stale |= not each.constants.keys().isdisjoint(compiled.inputs)
-            known[:] = [*(each for each in known if not each.is_stale), compiled]
+                if not each.constants.keys().isdisjoint(compiled.inputs):
+                    each.owner.end()
+            known[:] = [*(each for each in known if not each.owner.is_stale), compiled]
         return compiled
 
     def note(self, kind: type, tensor: Tensor) -> None:

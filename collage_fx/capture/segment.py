@@ -318,7 +318,7 @@ class Together(NamedTuple):
         segment: the segment.
         bound: values that are attributes of the module, the same tensors in each call.
         shared: position of a number -> position of the first that is always equal to it.
-        owners: say when the code of the components is stale.
+        owners: owners of the components' code.
     """
 
     segment: Segment

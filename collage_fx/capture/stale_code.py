@@ -28,10 +28,18 @@ class CompiledCode:
         codes: the code objects of the functions that Dynamo has converted for it, by ``id``.
         is_stale: whether a tensor that it writes without error terms has got some, or one of the numbers that
             it has as constants has been seen to change.
+        within: code that is made of it, and is stale when it is.
     """
 
     codes: dict[int, CodeType] = field(default_factory=dict)
     is_stale: bool = False
+    within: list[CompiledCode] = field(default_factory=list)
+
+    def end(self) -> None:
+        """Note that neither it nor code that is made of it may be called again."""
+        self.is_stale = True
+        for each in self.within:
+            each.end()
 
 
 class _WrittenBy(WeakSet[CompiledCode]):
@@ -56,6 +64,6 @@ def note_write(tensor: Tensor, *, compensated: bool) -> None:
     """Note that the graph that is being compiled writes a tensor, with or without error terms."""
     if compensated:
         for owner in records.drop(tensor, _WrittenBy) or ():
-            owner.is_stale = True
+            owner.end()
     elif (compiled_for := _owner.get()) is not None:
         records.of(tensor, _WrittenBy).add(compiled_for)

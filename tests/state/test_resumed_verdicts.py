@@ -39,7 +39,7 @@ class Averaging(Optimizer):
         number: step -> weight of the gradient.
     """
 
-    shape = (8, 6)
+    shapes: tuple[tuple[int, ...], ...] = ((8, 6),)
 
     def __init__(self, params: list[torch.nn.Parameter], number: Callable[[int], float]) -> None:
         super().__init__(params, {"t": 0})
@@ -81,6 +81,27 @@ class InPlace(Averaging):
 
 class Recorded(InPlace):
     branches = True
+
+
+class LateWeight(Averaging):
+    """Recorded step of two parameters, and of a third with another weight of its average, from a step on."""
+
+    shapes = ((8, 6), (8, 6), (8, 6))
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        (group,) = self.param_groups
+        group["t"] += 1
+        *first, last = group["params"]
+        for p in first:
+            self.follow(p, self.number(group["t"]))
+        if float(last.grad.float().norm()) > 0 and group["t"] > 3:
+            self.follow(last, 0.75 * self.number(group["t"]))
+
+    def follow(self, p: Tensor, weight: float) -> None:
+        m = self.state[p].setdefault("m", torch.zeros_like(p))
+        m.lerp_(p.grad, weight)
+        p.add_(m, alpha=-1e-3)
 
 
 class BreaksAtFirst(Averaging):
@@ -143,7 +164,7 @@ class CountsInGroup(Averaging):
     In few of the elements do last bits of the corrections count.
     """
 
-    shape = (128, 32)
+    shapes = ((128, 32),)
 
     def counted(self, group: dict[str, Any], p: Tensor) -> float:
         group["count"] = group.get("count", 0) + 1
@@ -208,6 +229,7 @@ CASES = [
     *((kind, WEIGHTS["cosine"], stop) for kind in COUNTING for stop in (1, 2, 3, 9)),
     (BeginsRounded, lambda t: 0.1, 1),
     (BreaksAtFirst, lambda t: 0.1, 3),
+    *((LateWeight, lambda t: 0.1, stop) for stop in (3, 4, 5)),
     *((kind, WEIGHTS["cosine"], 2) for kind in (LoadsByItself, InAList)),
 ]
 
@@ -218,7 +240,7 @@ def test_a_resumed_run_goes_on_bit_by_bit(
 ) -> None:
     def made() -> tuple[Averaging, list[torch.nn.Parameter]]:
         torch._dynamo.reset()
-        params = parameters(shapes=[kind.shape])
+        params = parameters(shapes=kind.shapes)
         return install(kind(params, number)), params
 
     def take(optimizer: Averaging, params: list[torch.nn.Parameter], first: int, last: int) -> None:
