@@ -4,8 +4,6 @@ From a field come the option's name, type, default, check and documentation, the
 that take options, and the option of the command line. Imports no torch, so that ``--help`` is quick.
 """
 
-# ruff: noqa: RUF009 (_option returns a field)
-
 from __future__ import annotations
 
 import difflib
