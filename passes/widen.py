@@ -42,7 +42,10 @@ from collage_fx.passes.base import Pass
 
 @dataclass(frozen=True)
 class Widen(Pass):
-    """Pass that turns low-precision arithmetic into float32 arithmetic; opaque operators keep their dtype."""
+    """Pass that turns low-precision arithmetic into float32 arithmetic; opaque operators keep their dtype.
+
+    Products of matrices that state is made of, or that read such state, are computed in float32.
+    """
 
     name = "widen"
     after = ("allocate",)
