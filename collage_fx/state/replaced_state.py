@@ -87,16 +87,12 @@ class _Held:
         self.formats = {
             name: each.format for name, each in found if each is not None and each.format.keeps_error
         }
-        low = ((slot.name, slot.value) for slot in self.slots if isinstance(slot.value, Parameter))
-        # Another optimizer's step may give a parameter its error terms.
-        parameters = [each for each in low if is_low_precision(each[1].dtype) and _has_memory(each[1])]
-        named = ((slot.name, slot.value) for slot in self.slots if slot.name)
-        state = [each for each in named if _is_plain_state(each[1])]
-        self.written = WriteDetector(parameters, state, type(optimizer).__name__)
+        self.written = _write_detector(self.slots, type(optimizer).__name__)
         self._entries = list(optimizer.state.values())
         looked_at = [slot for slot in self.slots if type(slot.container) is not type(optimizer.state)]
         self._look = [slot.container for slot in looked_at], [slot.key for slot in looked_at]
         self._values = [slot.value for slot in looked_at]
+        # Local lists of the values would be counted.
         self.counts = [sys.getrefcount(slot.value) for slot in self.slots]
 
     def is_complete(self, optimizer: Optimizer) -> bool:
@@ -118,6 +114,18 @@ class _Held:
             slot.name or id(slot.value) in now or sys.getrefcount(slot.value) < count
             for slot, count in zip(self.slots, self.counts, strict=True)
         )
+
+
+def _write_detector(slots: Sequence[_Slot], optimizer: str) -> WriteDetector:
+    """Return a detector of writes to low-precision parameters and state."""
+    named = [(slot.name, slot.value) for slot in slots if slot.name]
+    # Another optimizer's step may give a parameter its error terms.
+    parameters = [
+        (name, value)
+        for name, value in named
+        if isinstance(value, Parameter) and is_low_precision(value.dtype) and _has_memory(value)
+    ]
+    return WriteDetector(parameters, [each for each in named if _is_plain_state(each[1])], optimizer)
 
 
 def _is_plain_state(value: Tensor) -> bool:

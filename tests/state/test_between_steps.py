@@ -188,6 +188,20 @@ def test_a_backup_that_is_kept_by_reference_does_not_change() -> None:
             assert error_terms(optimizer.state[p]["exp_avg_sq"])[0].any()
 
 
+@pytest.mark.parametrize("name", ["exp_avg", "exp_avg_sq", "step"])
+def test_a_backup_of_one_tensor_does_not_change(name: str) -> None:
+    params = parameters(shapes=SHAPES)
+    optimizer = adamw(params)
+    step = compiled(optimizer)
+    run_steps(step, params, range(3))
+    state = optimizer.state[params[0]]
+    backup, value = state[name], state[name].clone()
+    state[name] = backup.clone()
+    run_steps(step, params, [3])
+    assert state[name] is not backup
+    assert torch.equal(backup, value)
+
+
 def test_elements_that_a_replacement_leaves_alone_keep_their_error_terms() -> None:
     params = parameters(shapes=SHAPES)
     optimizer = adamw(params)
