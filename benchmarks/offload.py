@@ -21,7 +21,7 @@ from torch import Tensor
 from benchmarks.table import put_between
 from collage_fx.install import InstallOptions
 from collage_fx.state import bytes_held
-from collage_fx.wings.offload import HostLink, Offload
+from collage_fx.wings.offload import Link, Offload
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "memory.md"
 MARKS = ("<!-- written by python -m benchmarks.offload -->", "<!-- end -->")
@@ -37,7 +37,7 @@ OPTIONS: dict[str, InstallOptions] = {
 }
 
 
-class SimulatedLink(HostLink):
+class SimulatedLink(Link):
     """Link with a time of arrival for each copy."""
 
     def __init__(self, speed: float) -> None:

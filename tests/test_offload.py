@@ -27,7 +27,7 @@ from collage_fx import (
     save_full_state_dict,
 )
 from collage_fx.errors import InvalidOptionError, UnsupportedOptimizerError
-from collage_fx.wings.offload import HostLink, Offload
+from collage_fx.wings.offload import Link, Offload
 from tests.test_gradient_release import adamw, assert_same, batches, loss_of, model
 
 Left = dict[str, Any]
@@ -168,7 +168,7 @@ def test_several_backward_passes() -> None:
 
 
 def test_the_step_runs_in_a_thread_beside_the_backward_pass() -> None:
-    class Watched(HostLink):
+    class Watched(Link):
         def __init__(self) -> None:
             self.uploaded_by: set[str] = set()
 
@@ -184,7 +184,7 @@ def test_the_step_runs_in_a_thread_beside_the_backward_pass() -> None:
 
 
 def test_an_error_of_the_thread_is_raised() -> None:
-    class Broken(HostLink):
+    class Broken(Link):
         def upload(self, into: Tensor, tensor: Tensor) -> None:
             raise RuntimeError("the link is broken")
 

@@ -660,7 +660,7 @@ FEATURES = {
     r"[Rr]ecord(ed|ing|er)\b": (23,),
     r"\bmember": (17, 16),
     r"[Pp]acked|pack_state": (31, 30, 29, 28),
-    r"DTensor": (6,),
+    r"DTensor": (6, 5),
 }
 
 

@@ -28,6 +28,7 @@ import threading
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from operator import is_
+from types import SimpleNamespace
 from typing import Any, Literal, get_args
 
 import torch
@@ -43,7 +44,7 @@ from collage_fx.install import CompiledStep, InstallOptions, inner_optimizers, j
 from collage_fx.options import refuse_unless
 from collage_fx.runtime import STAND_INS
 from collage_fx.state import clone_of
-from collage_fx.torch_compat import local_tensor, own_step, sharding_of, without_hooks
+from collage_fx.torch_compat import local_tensor, own_step, sharding_of, whole_tensor, without_hooks
 
 log = logging.getLogger("collage_fx")
 
@@ -219,7 +220,7 @@ class GradientRelease:
         self._passes: defaultdict[int, int] = defaultdict(int)
         self._norms: list[Tensor] = []
         self._common: CommonValues | None = None
-        self._parts: list[_Part] = []
+        self._parts: list[SimpleNamespace] = []
         self._lock = threading.RLock()
         self._is_first = True
         remove_release(optimizer)
@@ -308,7 +309,7 @@ class GradientRelease:
             finally:
                 vars(self._optimizer).update(given)
             if self._norms:
-                self.norm = torch.stack([_whole(norm) for norm in self._norms]).norm()
+                self.norm = torch.stack([whole_tensor(norm) for norm in self._norms]).norm()
             self._waiting, self._bytes_waiting = [], 0
             self._norms, self._parts, self._common = [], [], None
             self._expected = len(self._stepped) or self._expected
@@ -342,7 +343,7 @@ class GradientRelease:
                 raise GradientReleaseError(
                     "the gradient of this parameter came a second time, after it was stepped in the backward "
                     "pass",
-                    where=self._name_of(parameter),
+                    where=self._names.get(id(parameter), "a parameter that is not the model's"),
                     remedy="call optimizer.step() after each backward pass, or give the number of backward "
                     "passes before it: step_in_backward(..., accumulate=4). If one backward pass brings "
                     "several gradients, as reentrant checkpoints of tied weights do, use "
@@ -406,8 +407,9 @@ class GradientRelease:
 
         if self._scaler is None or not parameters:
             return clip_and_step()
-        part = _Part(parameters, clip_and_step)
-        self._parts.append(part)  # GradScaler knows it by its id until its update()
+        # The part is an optimizer to GradScaler, which knows it by its id until its update().
+        part = SimpleNamespace(param_groups=[{"params": list(parameters)}], step=clip_and_step)
+        self._parts.append(part)
         return self._scaler.step(part)  # type: ignore[arg-type]
 
     def _clip_gradients(self, parameters: Sequence[Tensor], max_norm: float) -> None:
@@ -424,17 +426,6 @@ class GradientRelease:
     def _given(self) -> list[Tensor]:
         """Return the parameters that backward passes give gradients."""
         return self._parameters
-
-    def _name_of(self, parameter: Tensor) -> str:
-        return self._names.get(id(parameter), "a parameter that is not the model's")
-
-
-class _Part:
-    """Some parameters as an optimizer, for ``GradScaler.step``."""
-
-    def __init__(self, parameters: Sequence[Tensor], step: Callable[[], Any]) -> None:
-        self.param_groups = [{"params": list(parameters)}]
-        self.step = step
 
 
 class CommonValues:
@@ -505,11 +496,6 @@ def _numbers_in(holder: dict[str, Any]) -> list[tuple[str, Any]]:
 def _bytes(tensor: Tensor) -> int:
     """Return the bytes of a tensor, or of this process's shard."""
     return local_tensor(tensor.detach()).nbytes
-
-
-def _whole(norm: Tensor) -> Tensor:
-    """Return a norm that all processes have computed together."""
-    return norm.full_tensor() if isinstance(norm, torch.distributed.tensor.DTensor) else norm
 
 
 def refuse_joint(optimizer: Optimizer, *, where: str) -> None:

@@ -23,7 +23,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import wait as wait_for
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -101,40 +101,27 @@ def _refuse_dtensor(parameter: Tensor, name: str) -> None:
         )
 
 
-class Link(Protocol):
-    """Copies between a device and the host."""
+class Link:
+    """Copies between a device and the host; here the device is the CPU, as in tests."""
 
     def host_like(self, tensor: Tensor) -> Tensor:
         """Return memory on the host with the layout of a tensor."""
+        return torch.empty_like(tensor, device="cpu")
 
     def download(self, into: Tensor, tensor: Tensor) -> Callable[[], None]:
         """Begin to copy a tensor to the host; return a function that waits for the copy."""
+        into.copy_(tensor)
+        return lambda: None
 
     def upload(self, into: Tensor, tensor: Tensor) -> None:
         """Begin to copy a tensor to the device."""
+        into.copy_(tensor)
 
     def settle(self) -> None:
         """Make the device wait for the copies before it continues."""
 
 
-class HostLink:
-    """Copies within the memory of the host, for parameters on the CPU, as in tests."""
-
-    def host_like(self, tensor: Tensor) -> Tensor:
-        return torch.empty_like(tensor, device="cpu")
-
-    def download(self, into: Tensor, tensor: Tensor) -> Callable[[], None]:
-        into.copy_(tensor)
-        return lambda: None
-
-    def upload(self, into: Tensor, tensor: Tensor) -> None:
-        into.copy_(tensor)
-
-    def settle(self) -> None:
-        pass
-
-
-class CudaLink:
+class CudaLink(Link):
     """Copies between a CUDA device and pinned memory, on streams of their own."""
 
     def __init__(self, device: torch.device) -> None:
@@ -163,7 +150,7 @@ class CudaLink:
 
 def link_to(device: torch.device) -> Link:
     """Return the copies between a device and the host."""
-    return CudaLink(device) if device.type == "cuda" else HostLink()
+    return CudaLink(device) if device.type == "cuda" else Link()
 
 
 class Offload(GradientRelease):
