@@ -28,7 +28,7 @@ import copy
 import functools
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from types import MethodType, TracebackType
+from types import MethodType
 from typing import Any, cast
 
 import torch
@@ -81,14 +81,14 @@ def full_precision_forward(
             others (``weight_norm``); another program has replaced its ``forward``; or ``output_dtype`` is no
             floating-point dtype. Nothing has changed.
     """
-    chosen = [modules] if isinstance(modules, nn.Module) else list(modules)
+    given = [modules] if isinstance(modules, nn.Module) else modules
+    chosen = list({id(each): each for each in given}.values())
     if output_dtype is not None and not output_dtype.is_floating_point:
         raise InvalidOptionError(
             f"output_dtype={output_dtype} is no floating-point dtype",
             where="full_precision_forward",
             remedy="give torch.float32, or leave it out for the dtype of the inputs",
         )
-    chosen = list({id(each): each for each in chosen}.values())
     for each in chosen:
         _refuse(each)
     return FullPrecisionForward(chosen, output_dtype)
@@ -114,9 +114,7 @@ class FullPrecisionForward:
     def __enter__(self) -> FullPrecisionForward:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *exception: object) -> None:
         self.remove()
 
 
@@ -180,11 +178,10 @@ def _choose(module: nn.Module, output_dtype: torch.dtype | None) -> None:
     if is_chosen(module):
         _restore(module)
     forward = vars(module).get("forward")
-    names = tuple(name for name, _ in module.named_parameters(recurse=False, remove_duplicate=False))
-    twin = _twin_of(module, names, output_dtype, None if forward is None else forward.__func__)
+    own = dict(module.named_parameters(recurse=False, remove_duplicate=False))
+    twin = _twin_of(module, tuple(own), output_dtype, None if forward is None else forward.__func__)
     vars(module)["forward"] = twin.full_precision_forward
-    named = module.named_parameters(recurse=False, remove_duplicate=False)
-    records.put(module, _Chosen({name: TensorWeakRef(p) for name, p in named}))
+    records.put(module, _Chosen({name: TensorWeakRef(p) for name, p in own.items()}))
 
 
 def _restore(module: nn.Module) -> None:

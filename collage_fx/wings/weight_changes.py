@@ -206,53 +206,46 @@ def changes(model: Module, reader: str = "engine") -> WeightChanges:
             tensor: see :meth:`WeightChanges.gathered`.
         reader: name of the reader. Readers are independent of each other.
     """
-    lacking = _Lacking(model, reader)
-    lacking.note_taken()
-    return lacking.changes
+    found, lacking = _lacking_in(model, reader)
+    _note_taken(lacking, reader)
+    return found
 
 
-class _Lacking:
-    """Elements of a model's tensors that a reader lacks.
+def _lacking_in(model: Module, reader: str) -> tuple[WeightChanges, _Lacking]:
+    """Return the elements of a model's tensors that a reader lacks: as patches, and by tensor."""
+    found, elements, lacking = list[WeightPatch](), 0, _Lacking()
+    with torch.no_grad():
+        for name, tensor in _named(model):
+            elements += tensor.numel()
+            if id(tensor) not in lacking:  # it may have several names
+                lacking[id(tensor)] = tensor, *_lacking_of(tensor, reader)
+            _, values, indices = lacking[id(tensor)]
+            if values.numel():
+                if indices is not None or values.numel() < tensor.numel():
+                    indices = _in_whole(indices, tensor)
+                found.append(WeightPatch(name, tuple(tensor.shape), tensor.dtype, values, indices))
+    return WeightChanges(tuple(sorted(found, key=lambda patch: patch.name)), elements), lacking
 
-    Attributes:
-        changes: patches of it.
+
+def _note_taken(lacking: _Lacking, reader: str) -> None:
+    """Note that a reader has the elements now that it lacked.
+
+    After an exception it has what it had; if only a part could be noted, nothing, so that it gets all.
     """
-
-    def __init__(self, model: Module, reader: str) -> None:
-        self._reader = reader
-        self._lacking: dict[int, tuple[Tensor, _Values]] = {}
-        found, elements = list[WeightPatch](), 0
-        with torch.no_grad():
-            for name, tensor in _named(model):
-                elements += tensor.numel()
-                if id(tensor) not in self._lacking:  # it may have several names
-                    self._lacking[id(tensor)] = tensor, _lacking_of(tensor, reader)
-                _, (values, indices) = self._lacking[id(tensor)]
-                if values.numel():
-                    if indices is not None or values.numel() < tensor.numel():
-                        indices = _in_whole(indices, tensor)
-                    found.append(WeightPatch(name, tuple(tensor.shape), tensor.dtype, values, indices))
-        self.changes = WeightChanges(tuple(sorted(found, key=lambda patch: patch.name)), elements)
-
-    def note_taken(self) -> None:
-        """Note that the reader has these elements now.
-
-        After an exception it has what it had; if only a part could be noted, nothing, so that it gets all.
-        """
-        on_host = []
-        for tensor, (values, indices) in self._lacking.values():
-            new = (None, _on_host(values)) if indices is None else (indices.cpu().long(), values.cpu())
-            on_host.append((records.of(tensor, _Copies), *new))
-        try:
-            for copies, indices, values in on_host:
-                if indices is None:
-                    copies[self._reader] = values
-                else:
-                    copies[self._reader].index_copy_(0, indices, values)
-        except BaseException:
-            for copies, _, _ in on_host:
-                copies.pop(self._reader, None)
-            raise
+    on_host = []
+    for tensor, values, indices in lacking.values():
+        new = (None, _on_host(values)) if indices is None else (indices.cpu().long(), values.cpu())
+        on_host.append((records.of(tensor, _Copies), *new))
+    try:
+        for copies, indices, values in on_host:
+            if indices is None:
+                copies[reader] = values
+            else:
+                copies[reader].index_copy_(0, indices, values)
+    except BaseException:
+        for copies, _, _ in on_host:
+            copies.pop(reader, None)
+        raise
 
 
 def forget_changes(model: Module, reader: str = "engine") -> None:
@@ -285,8 +278,7 @@ def save_changes(
         reader: as in :func:`changes`.
         encoding: as in :meth:`WeightChanges.save`.
     """
-    lacking = _Lacking(model, reader)
-    found = lacking.changes
+    found, lacking = _lacking_in(model, reader)
     if is_sharded := any(local_tensor(tensor) is not tensor for _, tensor in _named(model)):
         found = found.gathered()
     failure: list[str | None] = [None]
@@ -301,7 +293,7 @@ def save_changes(
             torch.distributed.broadcast_object_list(failure)
     if failure[0] is not None:
         raise OSError(f"process 0 has not written {os.fspath(path)}: {failure[0]}")
-    lacking.note_taken()
+    _note_taken(lacking, reader)
     return found
 
 
@@ -402,11 +394,9 @@ class _Copies(dict[str, Tensor]):
     """Values of a tensor that each of its readers has, in host memory: a part of its record."""
 
 
-class _Values(NamedTuple):
-    """Values of changed elements of this process's piece, and their indices in it; None = all elements."""
-
-    values: Tensor
-    indices: Tensor | None
+#: ``id`` of a tensor -> the tensor, values of changed elements of this process's piece, and their indices in
+#: it; None = all elements.
+_Lacking = dict[int, tuple[Tensor, Tensor, Tensor | None]]
 
 
 def _named(model: Module) -> Iterator[tuple[str, Tensor]]:
@@ -427,14 +417,14 @@ def _on_host(values: Tensor) -> Tensor:
     return copy.copy_(values)
 
 
-def _lacking_of(tensor: Tensor, reader: str) -> _Values:
-    """Return the values of a tensor that a reader lacks."""
+def _lacking_of(tensor: Tensor, reader: str) -> tuple[Tensor, Tensor | None]:
+    """Return the values of a tensor that a reader lacks, and their indices; None = all elements."""
     values, before = _flat(tensor), records.of(tensor, _Copies).get(reader)
     if before is not None and (before.shape, before.dtype) == (values.shape, values.dtype):
         indices, taken = differing_elements(values, before)
         if taken.nbytes + indices.nbytes < values.nbytes:
-            return _Values(taken, indices)
-    return _Values(values.clone(), None)
+            return taken, indices
+    return values.clone(), None
 
 
 def _in_whole(indices: Tensor | None, tensor: Tensor) -> Tensor:
