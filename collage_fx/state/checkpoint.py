@@ -40,13 +40,13 @@ of the state dict. If torch copies all state of a parameter, its error terms are
 load such a state dict once more. So are error terms that are the buffers of another record.
 
 Note [Packed state in files]
----------------------------- A packed tensor in a state dict is the optimizer's own; it is decoded when it is
-read. Its pickle is a call of :func:`packed_tensor` with its auxiliaries, the same memory as under our keys: a
-file holds the auxiliaries once, and nothing decoded. ``torch.load`` makes a packed tensor of them, which an
-optimizer uses unchanged. So the file names a function of ours, which is registered with ``torch.load``
-(``add_safe_globals``); in a process without collage_fx, the error of ``torch.load`` names it: use
-:func:`plain_state_dict` there. The entries under our keys are for programs that handle tensors alone, such as
-torch.distributed.checkpoint.
+----------------------------
+A packed tensor in a state dict is the optimizer's own; it is decoded when it is read. Its pickle is a call of
+:func:`packed_tensor` with its auxiliaries, the same memory as under our keys: a file holds them once.
+``torch.load`` makes a packed tensor of them, which an optimizer uses unchanged. So the file names a function
+of ours, which is registered with ``torch.load`` (``add_safe_globals``); in a process without collage_fx, the
+error of ``torch.load`` names it: use :func:`plain_state_dict` there. The entries under our keys are for
+programs that handle tensors alone, such as torch.distributed.checkpoint.
 
 Note [Loaded by plain torch]
 ----------------------------
@@ -191,22 +191,24 @@ Saved = dict[Owner, Auxiliaries]
 Kept = dict[Owner, tuple[torch.dtype, Tensor]]
 
 
-class _Load(NamedTuple):
+@dataclass(eq=False)
+class _Load:
     """Contents of a state dict that is being loaded.
 
     Attributes:
         plain: the state dict without our keys.
-        saved: error terms in it.
+        saved: error terms in it. In the load of a class's own method they, and ``kept``, become empty when
+            torch's load takes them over: of this optimizer, or of one within that is given the same entries.
         kept: which of its state has another dtype than its parameter.
         live: dtypes of the optimizer's state before the load.
         along: values of :func:`carry_along` in it.
     """
 
     plain: StateDict
-    saved: Saved
-    kept: Kept
-    live: Mapping[Owner, torch.dtype]
-    along: StateDict
+    saved: Saved = field(default_factory=dict)
+    kept: Kept = field(default_factory=dict)
+    live: Mapping[Owner, torch.dtype] = field(default_factory=dict)
+    along: StateDict = field(default_factory=dict)
 
 
 @dataclass(eq=False)
@@ -233,24 +235,8 @@ class _Files:
     waiting: list[_Waiting] = field(default_factory=list)
 
 
-@dataclass(eq=False)
-class _OwnLoad:
-    """Load by a class's own method, which is given a state dict without our keys.
-
-    Attributes:
-        optimizer: the optimizer.
-        plain, saved, kept: as in :class:`_Load`. The last two become empty when torch's load takes them over:
-            of this optimizer, or of one within that is given the same entries.
-    """
-
-    optimizer: Optimizer
-    plain: StateDict
-    saved: Saved
-    kept: Kept
-
-
-#: Class's own methods that run, the innermost last.
-_own_loads: list[_OwnLoad] = []
+#: Class's own methods that run, the innermost last; a load is given a state dict without our keys.
+_own_loads: list[tuple[Optimizer, _Load]] = []
 _own_saves: list[Optimizer] = []
 
 
@@ -353,12 +339,10 @@ def _save_by_own(optimizer: Optimizer, method: Callable[..., Any], *args: Any, *
     table = {
         f"{owner[0]}.{owner[1]}.{format_name}.{auxiliary}": tensor
         for owner, auxiliaries in saved.items()
-        if not all(
-            storage_of(each) in present
+        if any(
+            format_name == KEPT or (each.dim() and name != FINGERPRINT and storage_of(each) not in present)
             for (format_name, name), each in auxiliaries.items()
-            if each.dim() and name != FINGERPRINT and format_name != KEPT
         )
-        or any(format_name == KEPT for format_name, _ in auxiliaries)
         for (format_name, auxiliary), tensor in auxiliaries.items()
     }
     along = _along(optimizer, PREFIX)
@@ -591,7 +575,7 @@ def _read(optimizer: Optimizer, given: Mapping[str, Any], *, may_rename: bool = 
     """
     plain, saved = _separated(dict(given))
     saved |= records.of(optimizer, _Files).left_out
-    outer = _own_loads[-1] if _own_loads else None
+    _, outer = _own_loads[-1] if _own_loads else (None, None)
     if not saved and outer is not None and _keys_in(outer.plain) == _keys_in(plain):
         saved, kept, outer.saved, outer.kept = outer.saved, outer.kept, {}, {}
     else:
@@ -610,18 +594,17 @@ def _keys_in(state_dict: StateDict) -> list[Any]:
 def _after_load(optimizer: Optimizer, along: StateDict | None = None) -> None:
     """Restore the error terms after torch has loaded the rest, and the class's own method has ended.
 
-    Args:
-        optimizer: the optimizer.
-        along: values of :func:`carry_along` that the class's own method was given.
+    ``along`` has the values of :func:`carry_along` that the class's own method was given.
     """
-    if any(each.optimizer is optimizer for each in _own_loads):
+    if any(each is optimizer for each, _ in _own_loads):
         return
     files = records.of(optimizer, _Files)
     files.loads += 1
     loading, files.loading = files.loading, None
     along = along or ({} if loading is None else loading.along)
     if loading is not None:
-        _restore(optimizer, loading._replace(along=along))
+        loading.along = along
+        _restore(optimizer, loading)
     _give_along(optimizer, along)
     adopt(optimizer)
 
@@ -637,8 +620,8 @@ def _load_by_own(optimizer: Optimizer, method: Callable[..., Any], *args: Any, *
         load = _read(optimizer, given, may_rename=True)
     else:
         table = _of_table(given.get(SHARED, {}))
-        load = _Load(_without_ours(given), {}, {}, {}, {})
-    _own_loads.append(own := _OwnLoad(optimizer, load.plain, load.saved, load.kept))
+        load = _Load(_without_ours(given))
+    _own_loads.append((optimizer, load))
     bound.arguments[name] = load.plain
     files = records.of(optimizer, _Files)
     files.loading = None
@@ -649,38 +632,33 @@ def _load_by_own(optimizer: Optimizer, method: Callable[..., Any], *args: Any, *
     if not _is_torchs_layout(given):
         loading, files.loading = files.loading, None
         _restore_table(optimizer, table, loading)
-    elif own.saved or own.kept:  # the class has not called torch's load
-        files.loading = load._replace(saved=own.saved, kept=own.kept)
+    elif load.saved or load.kept:  # the class has not called torch's load
+        files.loading = load
     _after_load(optimizer, _for_files(given))
     return result
 
 
 def _of_table(table: Mapping[str, Tensor]) -> Saved:
     """Return the error terms in the table of a state dict of another layout than torch's."""
-    by_number: dict[int | None, dict[str, Tensor]] = {}
+    keyed = []
     for key, tensor in table.items():
         number, _, rest = key.partition(".")
-        by_number.setdefault(int(number) if number.isdigit() else None, {})[rest] = tensor
-    saved: Saved = {}
-    for parameter, keyed in by_number.items():
-        saved |= _by_owner(parameter, keyed)
-    return saved
+        keyed.append((int(number) if number.isdigit() else None, rest, tensor))
+    return _by_owner(keyed)
 
 
 def _restore_table(optimizer: Optimizer, saved: Saved, load: _Load | None) -> None:
     """Put the error terms of a table beside the tensors that the class's own load has left.
 
-    Args:
-        optimizer: the optimizer.
-        saved: error terms, by the number of a parameter.
-        load: contents of what torch's load of this optimizer was given, if the class has called it.
+    ``load`` has what torch's load of this optimizer was given, if the class has called it.
     """
     plain, kept = _numbered(optimizer), _kept_among(saved)
     _refuse_mismatches(optimizer, plain, saved, kept)
     if load is not None:
         keys = dict(enumerate(_keys_in(load.plain)))
         of_keys = {(keys.get(number, number), slot): each for (number, slot), each in kept.items()}
-        _restore_wide(optimizer, load._replace(kept=load.kept | of_keys), set())
+        load.kept = load.kept | of_keys
+        _restore_wide(optimizer, load, set())
     claims = _claims_in(type(optimizer))
     for owner, name, tensor in _held(optimizer, plain):
         if (auxiliaries := saved.get(owner)) and is_low_precision(tensor.dtype):
@@ -729,13 +707,15 @@ def load_flat(
         CheckpointMismatchError: error terms do not fit; nothing has been loaded then.
     """
     adopt(optimizer)
-    saved: Saved = {}
-    for key, name, _ in _keyed_parameters(optimizer, optimizer.state_dict()):
-        prefix = f"state.{name}.{PREFIX}"
-        ours = {each.removeprefix(prefix): value for each, value in flat.items() if each.startswith(prefix)}
-        saved |= _by_owner(key, ours)
+    keyed = _keyed_parameters(optimizer, optimizer.state_dict())
+    prefixes = [(key, f"state.{name}.{PREFIX}") for key, name, _ in keyed]
     files = records.of(optimizer, _Files)
-    files.left_out = saved
+    files.left_out = _by_owner(
+        (key, name.removeprefix(prefix), value)
+        for key, prefix in prefixes
+        for name, value in flat.items()
+        if name.startswith(prefix)
+    )
     try:
         load(optimizer, flat)
     finally:
@@ -815,7 +795,7 @@ def _take_up(optimizer: Optimizer) -> bool:
             optimizer.state[parameter] = entries[WHOLE]
         elif not entries:
             del optimizer.state[parameter]
-    _restore(optimizer, _Load(plain, saved, kept, {}, {}))
+    _restore(optimizer, _Load(plain, saved, kept))
     if lost:
         warnings.warn(
             f"collage_fx: a checkpoint was loaded into {type(optimizer).__name__} before its step was given "
@@ -886,7 +866,7 @@ def _counted_steps(entries: StateDict) -> float | None:
 def _separated(state_dict: StateDict) -> tuple[StateDict, Saved]:
     """Separate a state dict from the values under our keys."""
     plain: dict[Any, Any] = {}
-    saved = _by_owner(None, state_dict.get(SHARED, {}))
+    keyed = [(None, name, value) for name, value in state_dict.get(SHARED, {}).items()]
     for key, entries in state_dict["state"].items():
         if not isinstance(entries, dict):
             plain[key] = entries
@@ -897,8 +877,8 @@ def _separated(state_dict: StateDict) -> tuple[StateDict, Saved]:
             plain[key] = ours.pop(WHOLE)
         elif rest or not ours:
             plain[key] = rest
-        saved |= _by_owner(key, {name.removeprefix(PREFIX): value for name, value in ours.items()})
-    return {**_without_ours(state_dict), "state": plain}, saved
+        keyed += ((key, name.removeprefix(PREFIX), value) for name, value in ours.items())
+    return {**_without_ours(state_dict), "state": plain}, _by_owner(keyed)
 
 
 def _without_ours(values: Mapping[str, Any]) -> StateDict:
@@ -906,22 +886,16 @@ def _without_ours(values: Mapping[str, Any]) -> StateDict:
     return {key: value for key, value in values.items() if not str(key).startswith(SHARED)}
 
 
-def _by_owner(parameter: Any, keyed: Mapping[str, Tensor]) -> Saved:
-    """Group keyed auxiliaries by owner: the inverse of :func:`_keyed_auxiliaries`."""
+def _by_owner(keyed: Iterable[tuple[Any, str, Tensor]]) -> Saved:
+    """Group ``(parameter, key, auxiliary)`` by owner: the inverse of :func:`_keyed_auxiliaries`."""
     saved: Saved = {}
-    for key, value in keyed.items():
+    for parameter, key, value in keyed:
         slot, format_name, auxiliary = key.rsplit(".", 2)
         saved.setdefault((parameter, slot), {})[format_name, auxiliary] = value
     for auxiliaries in saved.values():
-        _add_count(auxiliaries)
+        if (Exact.name, "rest") in auxiliaries:  # without a count of steps in earlier versions
+            auxiliaries.setdefault((Exact.name, COUNT.name), _saved_zero())
     return saved
-
-
-def _add_count(saved: Auxiliaries) -> None:
-    """Add the count of steps that ``exact`` did not have in earlier versions."""
-    missing = (Exact.name, COUNT.name)
-    if (Exact.name, "rest") in saved and missing not in saved:
-        saved[missing] = _saved_zero()
 
 
 def _saved_zero() -> Tensor:
@@ -937,9 +911,10 @@ def _refuse_mismatches(
     State of another name is looked for after the load if the class's own method may rename it.
     """
     names = {None: ""}
-    owners: dict[Owner, tuple[Tensor, torch.dtype]] = {}
-    for slot, tensor in _shared_in(plain):
-        owners[None, slot] = tensor, tensor.dtype
+    shared = shared_tensors(plain["param_groups"], plain["state"], _keys_in(plain))
+    owners: dict[Owner, tuple[Tensor, torch.dtype]] = {
+        (None, slot): (tensor, tensor.dtype) for slot, tensor in shared
+    }
     for key, name, parameter in _keyed_parameters(optimizer, plain):
         names[key] = f"{name}."
         for slot, tensor in ((PARAMETER_SLOT, parameter), *_state_slots(plain["state"].get(key))):
@@ -992,7 +967,7 @@ def _of_another_shape(saved: Tensor, owner: Tensor, spec: AuxiliarySpec) -> str:
 
 def _refuse_mismatch(saved: Auxiliaries, owner: Tensor, dtype: torch.dtype, where: str) -> None:
     """Raise unless ``saved`` are all auxiliaries of a format for a tensor like ``owner``, of ``dtype``."""
-    name = next(format_name for format_name, _ in saved)
+    name = _format_name(saved)
     hi = torch.empty_strided(owner.size(), owner.stride(), dtype=dtype, device="meta")
     error_format = _known_format(name, where)
     if why_not := error_format.why_not(hi):
@@ -1059,10 +1034,6 @@ def _restore(optimizer: Optimizer, load: _Load) -> None:
     unused: list[str] = []
     missing: list[str] = []
     has_terms = any(slot == PARAMETER_SLOT for _, slot in saved)
-
-    def has_chosen(owner: Owner) -> bool:  # state without error terms, which may get some when numbers change
-        return owner[1] != PARAMETER_SLOT and bool(load.along)
-
     for owner, name, tensor in _held(optimizer, plain):
         live, auxiliaries = record_of(tensor), saved.get(owner)
         if auxiliaries and is_low_precision(tensor.dtype) and _wider(plain, owner) is not None:
@@ -1083,9 +1054,11 @@ def _restore(optimizer: Optimizer, load: _Load) -> None:
                 live.is_whole = False
                 live.clear()
             wider = _wider(plain, owner)
+            # State without error terms may get some when numbers change, as its run has chosen.
+            may_wait = owner[1] == PARAMETER_SLOT or not load.along
             if has_terms and owner[1] == PARAMETER_SLOT and plain["state"].get(owner[0]):
                 missing.append(name)  # others have theirs
-            elif wider is not None or (not has_chosen(owner) and _has_been_stepped(plain, owner)):
+            elif wider is not None or (may_wait and _has_been_stepped(plain, owner)):
                 waiting.append(_Waiting(name, TensorWeakRef(tensor), wider))
     if unused:
         _warn_of_checkpoint(
@@ -1213,7 +1186,9 @@ def _claims_in(kind: type[Optimizer]) -> Claims:
     """Make the claims of loaded error terms; they do not keep the optimizer alive."""
     return Claims(
         lambda names: _warn_of_checkpoint(
-            kind, f"error terms of other values than {some(names)}: {WHY_OTHERS}"
+            kind,
+            f"error terms of other values than {some(names)}: load the weights that it was saved with, too "
+            "(or a file is damaged, or values have been changed since). These error terms start from zero",
         )
     )
 
@@ -1223,28 +1198,28 @@ def _put_beside(
 ) -> None:
     """Make saved auxiliaries the buffers of a tensor, until a step finds that they belong to other values.
 
-    Args:
-        hi: the tensor.
-        auxiliaries: the saved auxiliaries.
-        name: name of the tensor.
-        claims: claims, to which this one is added.
-        in_use: storages of existing buffers. Auxiliaries in other storages are used as buffers, not copied,
-            and their storages added. None to copy all.
+    ``in_use`` has the storages of existing buffers. Auxiliaries in other storages are used as buffers, not
+    copied, and their storages added. None to copy all.
     """
-    error_format = _known_format(next(format_name for format_name, _ in auxiliaries), name)
+    error_format = _known_format(_format_name(auxiliaries), name)
     if (live := record_of(hi)) is not None and live.format is not error_format:
         reset_error_terms(hi)
-    pieces = sharding_of(hi)
-    loaded = []
-    for spec in error_format.auxiliaries(hi):
-        saved = local_tensor(auxiliaries[error_format.name, spec.name], pieces if spec.shape else None)
-        loaded.append(spec.loaded(saved))
+    loaded = _loaded_buffers(error_format.auxiliaries(hi), auxiliaries, hi)
     memory = {storage_of(each) for each in loaded}
     take_over = in_use is not None and in_use.isdisjoint(memory)
     record = ensure_record(hi, error_format, name=name, contents=loaded, take_over=take_over)
     if in_use is not None:
         in_use |= memory
     claims.add(name, record, _number_in(auxiliaries, hi))
+
+
+def _loaded_buffers(
+    specs: Sequence[AuxiliarySpec], auxiliaries: Auxiliaries, tensor: Tensor
+) -> tuple[Tensor, ...]:
+    """Return this process's buffers of the saved auxiliaries of a tensor."""
+    name, pieces = _format_name(auxiliaries), sharding_of(tensor)
+    saved = (local_tensor(auxiliaries[name, spec.name], pieces if spec.shape else None) for spec in specs)
+    return tuple(spec.loaded(each) for spec, each in zip(specs, saved, strict=True))
 
 
 def _number_in(auxiliaries: Auxiliaries, hi: Tensor) -> Tensor:
@@ -1256,41 +1231,39 @@ def _number_in(auxiliaries: Auxiliaries, hi: Tensor) -> Tensor:
 
 def _is_packed_format(auxiliaries: Auxiliaries) -> bool:
     """Return whether auxiliaries belong to a packed format, or to an unknown format."""
-    error_format = format_named(next(format_name for format_name, _ in auxiliaries))
+    error_format = format_named(_format_name(auxiliaries))
     return error_format is None or not error_format.keeps_hi
+
+
+def _format_name(auxiliaries: Auxiliaries) -> str:
+    """Return the name of the format of auxiliaries."""
+    return next(format_name for format_name, _ in auxiliaries)
 
 
 def _was_packed(value: Tensor, auxiliaries: Auxiliaries) -> bool:
     """Return whether auxiliaries hold the value of a float32 tensor, which was packed when it was saved."""
-    if value.dtype is not torch.float32 or not _is_packed_format(auxiliaries):
-        return False
-    return _fitting_terms(value, auxiliaries, torch.float32) is not None
+    is_packed_float32 = value.dtype is torch.float32 and _is_packed_format(auxiliaries)
+    return is_packed_float32 and _fitting_terms(value, auxiliaries, torch.float32) is not None
 
 
 def _fitting_terms(value: Tensor, auxiliaries: Auxiliaries, dtype: torch.dtype) -> tuple[Tensor, ...] | None:
     """Return this process's buffers of auxiliaries that were saved beside a value in ``dtype``; else None."""
-    error_format = format_named(next(format_name for format_name, _ in auxiliaries))
-    if error_format is None:
+    if (error_format := format_named(_format_name(auxiliaries))) is None:
         return None
     number, pieces, here = _number_in(auxiliaries, value), sharding_of(value), local_tensor(value.detach())
     hi = here.to(dtype)
     specs = error_format.auxiliaries(torch.empty(value.shape, dtype=dtype, device="meta"))
-    found = [(spec, auxiliaries.get((error_format.name, spec.name))) for spec in specs]
-    if any(each is None or spec.dtype_of(each) is None for spec, each in found):
+    saved = [auxiliaries.get((error_format.name, spec.name)) for spec in specs]
+    if any(each is None or spec.dtype_of(each) is None for spec, each in zip(specs, saved, strict=True)):
         return None
-    terms = tuple(
-        spec.loaded(local_tensor(each, pieces if spec.shape else None))
-        for spec, each in found
-        if each is not None
-    )
+    terms = _loaded_buffers(specs, auxiliaries, value)
     differs = torch.stack([(hi.to(here.dtype) != here).sum(), number - fingerprint(hi, terms)])
     return None if (differs if pieces is None else pieces.sum(differs)).any() else terms
 
 
 def _add_to(value: Tensor, auxiliaries: Auxiliaries) -> bool:
     """Add error terms to a wider tensor, if its value is that of the hi that they were saved beside."""
-    error_format = format_named(next(format_name for format_name, _ in auxiliaries))
-    if error_format is None:
+    if (error_format := format_named(_format_name(auxiliaries))) is None:
         return False
     if error_format.keeps_hi and not error_format.keeps_error:
         return True
@@ -1402,22 +1375,13 @@ def _warn_of_missing(kind: type[Optimizer], names: Sequence[str]) -> None:
     """Warn of tensors for which a checkpoint holds no error terms."""
     warnings.warn(
         f"collage_fx: no error terms of {some(names)} have been loaded into {kind.__name__}; they start from "
-        f"zero. {WHY_NONE}",
+        "zero. Either a plain optimizer has saved the checkpoint; or it was loaded before the step was given "
+        "to torch.compile or collage_fx.install, and plain PyTorch has rounded float32 state in it (call "
+        "load_state_dict below that line: the rest becomes error terms); or torch.distributed.checkpoint has "
+        "left out those in the file: it loads only what an optimizer holds already, and this one had not "
+        "taken a compiled step (collage_fx.install makes it take one)",
         stacklevel=4,
     )
-
-
-WHY_NONE = (
-    "Either a plain optimizer has saved the checkpoint; or it was loaded before the step was given to "
-    "torch.compile or collage_fx.install, and plain PyTorch has rounded float32 state in it (call "
-    "load_state_dict below that line: the rest becomes error terms); or torch.distributed.checkpoint has "
-    "left out those in the file: it loads only what an optimizer holds already, and this one had not taken a "
-    "compiled step (collage_fx.install makes it take one)"
-)
-WHY_OTHERS = (
-    "load the weights that it was saved with, too (or a file is damaged, or values have been changed since). "
-    "These error terms start from zero"
-)
 
 
 def _warn_of_checkpoint(kind: type[Optimizer], holds: str) -> None:
@@ -1427,9 +1391,8 @@ def _warn_of_checkpoint(kind: type[Optimizer], holds: str) -> None:
 
 def _keyed_parameters(optimizer: Optimizer, state_dict: StateDict) -> Iterator[tuple[Any, str, Tensor]]:
     """Yield ``(key in the state dict, name, parameter)`` for every parameter that both sides have."""
-    keys = [key for group in state_dict["param_groups"] for key in group["params"]]
     # Not strict: torch checks the lengths, with its own message.
-    for key, (name, parameter) in zip(keys, parameter_names(optimizer), strict=False):
+    for key, (name, parameter) in zip(_keys_in(state_dict), parameter_names(optimizer), strict=False):
         yield key, name, parameter
 
 
@@ -1457,9 +1420,3 @@ def _shared(optimizer: Optimizer) -> Iterator[tuple[str, Tensor]]:
     """Yield the tensors that an optimizer keeps for no single parameter."""
     parameters = (parameter for _, parameter in parameter_names(optimizer))
     return shared_tensors(optimizer.param_groups, optimizer.state, parameters)
-
-
-def _shared_in(state_dict: StateDict) -> Iterator[tuple[str, Tensor]]:
-    """Yield ``(name, tensor)`` for each tensor in a state dict that belongs to no single parameter."""
-    keys = (key for group in state_dict["param_groups"] for key in group["params"])
-    return shared_tensors(state_dict["param_groups"], state_dict["state"], keys)
