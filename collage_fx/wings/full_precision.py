@@ -313,11 +313,7 @@ class _Chosen(dict[str, TensorWeakRef]):
 
 @dataclass
 class _Gathered:
-    """Part of a storage that FSDP2 has gathered.
-
-    Attributes:
-        shards: the sharded parameter; None if it is whole.
-    """
+    """Part of a storage that FSDP2 has gathered: the sharded parameter; None if it is whole."""
 
     shards: TensorWeakRef | None
 

@@ -292,11 +292,7 @@ class GradientRelease:
         """Accept copies of the optimizer, which step after the backward pass."""
 
     def finish(self, step: Callable[[], Any]) -> Any:
-        """Step the parameters that are left, at the program's ``optimizer.step()``; return the step's result.
-
-        Args:
-            step: takes a step of the parameters that have a gradient.
-        """
+        """Step the parameters that are left, at the program's ``optimizer.step()``; return its result."""
         with self._lock:
             self._ask()
             if self._common is not None:

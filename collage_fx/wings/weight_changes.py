@@ -435,14 +435,10 @@ def _in_whole(indices: Tensor | None, tensor: Tensor) -> Tensor:
     if piece.shape == tensor.shape:
         return indices
     whole = torch.zeros_like(indices, dtype=torch.int64)
-    step = 1
-    remaining = indices.long()
-    for offset, size, whole_size in reversed(
-        list(zip(offsets_of_shard(tensor), piece.shape, tensor.shape, strict=True))
-    ):
-        whole += (remaining % size + offset) * step
-        remaining //= size
-        step *= whole_size
+    places = torch.unravel_index(indices.long(), piece.shape)
+    steps = torch.empty(tensor.shape, device="meta").stride()
+    for place, offset, step in zip(places, offsets_of_shard(tensor), steps, strict=True):
+        whole += (place + offset) * step
     return whole.to(dtype_of_indices(tensor.numel()))
 
 
