@@ -43,6 +43,7 @@ from torch.utils.weak import TensorWeakRef, WeakIdKeyDictionary, WeakIdRef, Weak
 from collage_fx.errors import CheckpointMismatchError, ConflictingErrorFormatError, UnsupportedTensorError
 from collage_fx.graph import is_dense
 from collage_fx.numerics import ERROR_FORMATS, AuxiliarySpec, ErrorFormat, format_named, is_low_precision
+from collage_fx.state.fingerprints import bits_of
 from collage_fx.state.host_twins import host_twin, update_twin, uploading
 from collage_fx.state.packed import is_packed, move_packed, pack, unpack
 from collage_fx.torch_compat import (
@@ -208,7 +209,7 @@ class ErrorTermRecord:
             return True
         hi = local_tensor(tensor.detach())
         with real_tensors(), torch.no_grad():
-            return torch.equal(_bits(self.decode(hi)), _bits(hi))
+            return torch.equal(bits_of(self.decode(hi)), bits_of(hi))
 
     def _pack(self, name: str) -> None:
         """Encode hi into the buffers, unless they hold it, and release its memory."""
@@ -247,7 +248,8 @@ class ErrorTermRecord:
 
     def layout(self) -> Tensor:
         """Return a tensor without memory, with the layout that hi has when unpacked."""
-        return _meta_like(self.auxiliaries[0].shape, self.auxiliaries[0].stride(), self.dtype)
+        codes = self.auxiliaries[0]
+        return torch.empty_strided(codes.shape, codes.stride(), dtype=self.dtype, device="meta")
 
     def _encode(self, hi: Tensor) -> None:
         """Encode hi into the buffers, some rows at a time."""
@@ -271,7 +273,7 @@ class ErrorTermRecord:
         for first in range(0, len(codes), rows):
             part = slice(first, first + rows)
             auxiliaries = [each[part] if each.dim() else each for each in self.auxiliaries]
-            hi = _meta_like(auxiliaries[0].shape, auxiliaries[0].stride(), self.dtype)
+            hi = self.layout()[part]
             with real_tensors(), torch.no_grad():
                 yield self.format.join(hi, *auxiliaries).to(self.dtype), auxiliaries
 
@@ -473,17 +475,13 @@ def packed_tensor(
 ) -> Tensor:
     """Make a packed tensor from its saved auxiliaries. Files name this function: it is part of their format.
 
-    Args:
-        format_name: name of a packed format.
-        dtype: dtype of the tensor.
-        shape: its sizes.
-        stride: its strides.
-        saved: its saved auxiliaries, which it takes over.
+    The tensor takes over the saved auxiliaries; dtype, sizes and strides are its own.
 
     Raises:
         CheckpointMismatchError: the auxiliaries do not fit such a tensor.
     """
-    error_format, hi = format_named(format_name), _meta_like(shape, stride, dtype)
+    error_format = format_named(format_name)
+    hi = torch.empty_strided(tuple(shape), tuple(stride), dtype=dtype, device="meta")
     if why_not := _why_no_packed_tensor(error_format, hi, saved):
         raise CheckpointMismatchError(
             why_not,
@@ -502,11 +500,6 @@ def packed_tensor(
         _BY_OBJECT[tensor] = made
         made._give_back(tensor)
     return tensor
-
-
-def _meta_like(shape: Sequence[int], stride: Sequence[int], dtype: torch.dtype) -> Tensor:
-    """Make a tensor without memory, for a format's specifications."""
-    return torch.empty_strided(tuple(shape), tuple(stride), dtype=dtype, device="meta")
 
 
 def _why_no_packed_tensor(error_format: ErrorFormat | None, hi: Tensor, saved: Sequence[Tensor]) -> str:
@@ -606,8 +599,7 @@ def _follow(record: ErrorTermRecord, tensor: Tensor) -> None:
 def move_into(tensor: Tensor, other: Tensor) -> bool:
     """Give a tensor the memory of another tensor of its layout; keep error terms of unchanged elements.
 
-    Returns:
-        whether all error terms have been kept.
+    Return whether all error terms have been kept.
     """
     record, brought = record_of(tensor), record_of(other)
     if record is None or record is brought:
@@ -665,13 +657,8 @@ def hand_over(old: Tensor, new: Tensor, *, name: str) -> bool:
 def same_elements(one: Tensor, other: Tensor) -> Tensor:
     """Return a mask of equal bits in two tensors; all False if most differ, as a few are equal by chance."""
     with real_tensors(), torch.no_grad():
-        same = _bits(one.detach().to(other.device)) == _bits(other.detach())
+        same = bits_of(one.detach().to(other.device)) == bits_of(other.detach())
         return same & (2 * same.sum() >= same.numel())
-
-
-def _bits(tensor: Tensor) -> Tensor:
-    """Return a view of a floating-point tensor of 2 or 4 bytes as integers."""
-    return tensor.view(torch.int16 if tensor.itemsize == 2 else torch.int32)
 
 
 def error_terms(tensor: Tensor) -> tuple[Tensor, ...]:
@@ -745,7 +732,7 @@ def full_value(tensor: Tensor, dtype: torch.dtype = torch.float64) -> Tensor:
     value = local_tensor(tensor.detach()).to(dtype, copy=True)
     for term in map(local_tensor, error_terms(tensor)):
         # In chunks: an operand of another dtype is converted as a whole.
-        for part, of_term in zip(row_chunks(value), row_chunks(term), strict=True):
+        for part, of_term in _rows_of(value, term):
             part.add_(of_term.to(dtype))
     return distributed_like(tensor, value)
 
@@ -759,11 +746,7 @@ def float32_value(tensor: Tensor) -> Tensor:
     piece = local_tensor(tensor.detach())
     _follow(record, piece)
     value = torch.empty_like(piece, dtype=torch.float32)
-    parts = row_chunks(value)
-    operands = [
-        row_chunks(each) if each.dim() else [each] * len(parts) for each in (piece, *record.auxiliaries)
-    ]
-    for part, *rows in zip(parts, *operands, strict=True):
+    for part, *rows in _rows_of(value, piece, *record.auxiliaries):
         part.copy_(record.format.join(*rows))
     return distributed_like(tensor, value)
 
@@ -811,10 +794,7 @@ def _are_alike(tensor: Tensor, other: Tensor, own: ErrorTermRecord, theirs: Erro
 def write(tensor: Tensor, value: Tensor, record: ErrorTermRecord | None) -> None:
     """Write a value of more bits to a tensor, and the rest to its error terms.
 
-    Args:
-        tensor: the tensor, which may be a DTensor.
-        value: a tensor of its shape: whole, or a DTensor.
-        record: record of the error terms; None to round.
+    The value is a tensor of the same shape: whole, or a DTensor. Without a record it is rounded.
     """
     pieces, mine = sharding_of(tensor), local_tensor(tensor)
     source = whole_tensor(value) if pieces is None else local_tensor(value, pieces)
@@ -823,24 +803,22 @@ def write(tensor: Tensor, value: Tensor, record: ErrorTermRecord | None) -> None
         if record is not None:
             record.clear()
         return
-    error_format = record.format
-    parts = row_chunks(source) if error_format.is_elementwise else (source,)
-    into_all = [
-        row_chunks(each) if error_format.is_elementwise and each.dim() else [each] * len(parts)
-        for each in (mine, *record.auxiliaries)
-    ]
-    for part, *into in zip(parts, *into_all, strict=True):
-        split = error_format.split(part.to(mine.device, torch.float32), tensor.dtype)
+    whole = source, mine, *record.auxiliaries
+    for part, *into in _rows_of(*whole) if record.format.is_elementwise else [whole]:
+        split = record.format.split(part.to(mine.device, torch.float32), tensor.dtype)
         for each, new in zip(into, split, strict=True):
             each.copy_(new)
     record.drop_claim()
 
 
-def row_chunks(tensor: Tensor) -> Sequence[Tensor]:
-    """Split a tensor into views of rows, of about ``PART`` elements each."""
-    if tensor.dim() == 0 or not tensor.numel():
-        return (tensor,)
-    return tensor.split(max(1, PART * len(tensor) // tensor.numel()))
+def _rows_of(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
+    """Yield views of rows, of about ``PART`` elements each, of tensors of one shape, with all 0-d tensors."""
+    first = tensors[0]
+    if not first.dim() or not first.numel():
+        return iter([tensors])
+    rows = max(1, PART * len(first) // first.numel())
+    parts = len(first.split(rows))
+    return zip(*(each.split(rows) if each.dim() else [each] * parts for each in tensors), strict=True)
 
 
 def reset_error_terms(tensor: Tensor) -> None:

@@ -53,7 +53,7 @@ def fingerprint(hi: Tensor, auxiliaries: Sequence[Tensor]) -> Tensor:
     alike = [hi, *(each.to(hi.device) for each in auxiliaries if each.shape == hi.shape)]
     order = sorted(range(hi.dim()), key=hi.stride, reverse=True)
     with real_tensors(), torch.no_grad():
-        flat = [_bits(each.detach().permute(order).reshape(-1)) for each in alike]
+        flat = [bits_of(each.detach().permute(order).reshape(-1)) for each in alike]
         total = torch.zeros((), dtype=torch.int64, device=hi.device)
         for chunks in zip(*(each.split(chunk_on(hi.device)) for each in flat), strict=True):
             words = torch.zeros_like(chunks[0], dtype=torch.int32)
@@ -70,19 +70,14 @@ def chunk_on(device: torch.device) -> int:
     return _CHUNK_ON_CPU if device.type == "cpu" else _CHUNK
 
 
-def _bits(tensor: Tensor) -> Tensor:
+def bits_of(tensor: Tensor) -> Tensor:
     """Return a view of a tensor as integers of the same size."""
     integers = {1: torch.int8, 2: torch.int16, 4: torch.int32}
     return tensor.view(integers[tensor.dtype.itemsize])
 
 
 def table_of(number: Tensor, hi: Tensor) -> Tensor:
-    """Make the table that a fingerprint is saved as: Note [Fingerprints].
-
-    Args:
-        number: fingerprint of the tensor, or of this process's shard.
-        hi: the tensor, which may be a DTensor; the table is sharded like it.
-    """
+    """Make the table, sharded like hi, that a fingerprint or this process's part of it is saved as."""
     pieces = sharding_of(hi)
     with real_tensors(), torch.no_grad():
         if pieces is None:

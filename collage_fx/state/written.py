@@ -101,8 +101,7 @@ class WriteDetector:
         """Return whether the last step may have been the last to write to a tensor; True for state."""
         i = self._positions.get(id(tensor))
         if i is not None and self._versions:
-            now = self._sampled_of(i)
-            return version_of(tensor) == self._versions[i] and self._has_same_elements(i, now)
+            return self._is_as_left(i)
         return any(each is tensor for part in self._state for each in part)
 
     def hi_of_last_step(self, tensor: Tensor) -> Tensor | None:
@@ -132,6 +131,11 @@ class WriteDetector:
         one = self.tensors[i]
         has_other_size = self._peek is None or self._peek.lengths[i] != one.numel()
         return None if has_other_size else Peek([one])([one])
+
+    def _is_as_left(self, i: int) -> bool:
+        """Return whether a parameter is as the last step has left it."""
+        is_of_version = version_of(self.tensors[i]) == self._versions[i]
+        return is_of_version and self._has_same_elements(i, self._sampled_of(i))
 
     def _has_same_elements(self, i: int, now: array[int] | None) -> bool:
         """Return whether a parameter's sampled elements are the same; True if its layout has changed."""
@@ -167,10 +171,7 @@ class WriteDetector:
     def settle_one(self, tensor: Tensor, is_written_elsewhere: Callable[[Tensor], bool]) -> None:
         """Drop the error terms of a parameter if it has been written to, before they are read."""
         i = self._positions.get(id(tensor))
-        if i is None or not self._versions:
-            return
-        is_as_left = version_of(tensor) == self._versions[i]
-        if is_as_left and self._has_same_elements(i, self._sampled_of(i)):
+        if i is None or not self._versions or self._is_as_left(i):
             return
         self._settle_parameters([i], is_written_elsewhere)
         self._versions[i] = version_of(tensor)
