@@ -245,8 +245,6 @@ class PickledRecord:
     """Record of a tensor's auxiliaries in the pickle of an optimizer.
 
     Attributes:
-        tensor: the tensor.
-        format_name: name of its error format.
         auxiliaries: buffers in the form of a checkpoint, as ``pickle`` does not know every dtype.
         claim: fingerprint that they were loaded with, if no step has checked it yet.
     """
@@ -263,13 +261,7 @@ Carried = PickledExpansion = PickledRecord
 
 @dataclass(frozen=True, eq=False)
 class PickledWider:
-    """Tensor of a state that was wider in a checkpoint, in the pickle of an optimizer.
-
-    Attributes:
-        name: name of the tensor.
-        tensor: the tensor.
-        wider: its value in the checkpoint.
-    """
+    """Tensor of a state that was wider in a checkpoint, in the pickle of an optimizer."""
 
     name: str
     tensor: Tensor
@@ -1297,10 +1289,7 @@ def _has_been_stepped(plain: StateDict, owner: Owner) -> bool:
 class _Waiting(NamedTuple):
     """Tensor without error terms in a checkpoint, until a step is compiled that has error terms for it.
 
-    Attributes:
-        name: name of the tensor.
-        tensor: the tensor.
-        wider: its value in the checkpoint, if that is wider.
+    ``wider`` is its value in the checkpoint, if that is wider.
     """
 
     name: str

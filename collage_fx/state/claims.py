@@ -43,12 +43,9 @@ class Claims:
         self._claims: list[_Claim] = []
 
     def add(self, name: str, record: ErrorTermRecord, number: Tensor) -> None:
-        """Claim that a record's error terms belong to the values with a fingerprint.
+        """Claim that a tensor's error terms belong to the values with a fingerprint.
 
-        Args:
-            name: name of the tensor.
-            record: record of the tensor.
-            number: the fingerprint, or this process's part of it; zero if nothing is known.
+        The number is the fingerprint, or this process's part of it; zero if nothing is known.
         """
         self._claims.append(_Claim(name, weakref.ref(record), number))
         record.make_claim(number, self.settle)

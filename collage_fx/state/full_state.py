@@ -22,11 +22,7 @@ from torch.nn import Module, Parameter
 from torch.optim import Optimizer
 
 from collage_fx.choices import did_you_mean
-from collage_fx.errors import (
-    CheckpointMismatchError,
-    InvalidOptionError,
-    UnsupportedTensorError,
-)
+from collage_fx.errors import CheckpointMismatchError, InvalidOptionError, UnsupportedTensorError
 from collage_fx.numerics import ERROR_FORMATS, is_low_precision
 from collage_fx.state.checkpoint import adopt, note_whole
 from collage_fx.state.claims import Claims, some

@@ -20,12 +20,7 @@ from collage_fx.torch_compat import records, version_of
 
 @dataclass(eq=False)
 class _Twin:
-    """Part of a parameter: its twin.
-
-    Attributes:
-        tensor: the twin.
-        equal_at: version and address of the parameter when both were equal.
-    """
+    """Part of a parameter: its twin, and version and address of the parameter when both were equal."""
 
     tensor: Tensor
     equal_at: tuple[int, int]

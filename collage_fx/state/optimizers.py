@@ -25,12 +25,7 @@ from collage_fx.torch_compat import bytes_of, is_wrapper, pytree, sharding_of
 
 @dataclass(frozen=True)
 class KnownTensor:
-    """A tensor that an optimizer holds, with its name and role.
-
-    Attributes:
-        name, symbol, role: as in :class:`~collage_fx.graph.program.InputInfo`.
-        tensor: the tensor.
-    """
+    """A tensor that an optimizer holds, with a name, symbol and role as :class:`InputInfo` has them."""
 
     name: str
     symbol: str
@@ -67,11 +62,7 @@ def held_optimizers(optimizer: Any) -> list[Optimizer]:
         for value in vars(waiting.pop()).values():
             inside = value.values() if isinstance(value, dict) else value
             for each in inside if isinstance(inside, (list, tuple, ValuesView)) else (inside,):
-                if (
-                    isinstance(each, Optimizer)
-                    and each is not optimizer
-                    and all(each is not f for f in found)
-                ):
+                if isinstance(each, Optimizer) and all(each is not known for known in (optimizer, *found)):
                     found.append(each)
                     waiting.append(each)
     return found
@@ -99,9 +90,7 @@ def state_tensors(state: Any, taken: Iterable[str] = ()) -> Iterator[tuple[str, 
     are keys are numbered, as in a state dict. If two tensors would have one slot, as those of ``"a.b"``
     and of ``{"a": {"b": ...}}``, the later one gets a number: ``a.b#2``.
 
-    Args:
-        state: state of one parameter.
-        taken: slots that are used for something else.
+    Slots in ``taken`` are used for something else.
     """
     used = Counter(taken)
     entries = dict(state) if isinstance(state, Mapping) else {"state": state}
@@ -150,10 +139,8 @@ def shared_tensors(
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield ``(name, tensor)`` for tensors of no single parameter: in groups, or elsewhere in state.
 
-    Args:
-        groups: groups of an optimizer, or of its state dict.
-        state: state of an optimizer, or of its state dict.
-        parameter_keys: keys of ``state`` that stand for parameters.
+    Groups and state are those of an optimizer, or of its state dict; ``parameter_keys`` are the keys of the
+    state that stand for parameters.
     """
     for i, group in enumerate(groups):
         for slot, tensor in state_tensors({key: group[key] for key in group if key != "params"}):
@@ -208,12 +195,12 @@ def other_state_bytes(optimizer: Optimizer) -> int:
     """
     parameters = (p for _, p in parameter_names(optimizer) if is_low_precision(p.dtype))
     states = (each for p in parameters for _, each in state_tensors(optimizer.state.get(p)) if each.dim())
-    return sum(bytes_of(each) for each in states if not is_packed(each) and _has_no_row(each))
-
-
-def _has_no_row(state: Tensor) -> bool:
-    is_quantized = is_wrapper(state) and sharding_of(state) is None
-    return is_quantized or not is_low_precision(state.dtype)
+    unpacked = (each for each in states if not is_packed(each))
+    return sum(
+        bytes_of(each)
+        for each in unpacked
+        if not is_low_precision(each.dtype) or (is_wrapper(each) and sharding_of(each) is None)
+    )
 
 
 def held_per_parameter(optimizer: Optimizer) -> float:

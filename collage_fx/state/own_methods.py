@@ -9,8 +9,6 @@ from typing import Any
 
 from torch.optim import Optimizer
 
-__all__ = ["OwnMethod", "without_own_methods", "wrap_own_method"]
-
 
 class OwnMethod:
     """Method of one optimizer: calls ``around(optimizer, method, ...)``, where ``method`` is its class's.

@@ -78,7 +78,6 @@ _EXPOSURES = {
     Tensor.__dlpack__,
 }
 
-
 #: Functions whose result counts as a copy, even if it is the same memory.
 _COPIES = {Tensor.cpu}
 
@@ -208,11 +207,6 @@ def _is_whole(tensor: Tensor) -> bool:
     return isinstance(tensor, PackedTensor) and local_tensor(tensor) is tensor and _is_still_packed(tensor)
 
 
-def _pickled(tensor: PackedTensor, protocol: Any) -> tuple[Callable[..., Tensor], tuple[Any, ...]]:
-    """Return the recipe of a packed tensor, for a pickle."""
-    return tensor.record.recipe()
-
-
 def _deep_copy(tensor: PackedTensor, memo: dict[int, Any]) -> Tensor:
     """Make another packed tensor, with copies of the buffers."""
     if id(tensor) not in memo:
@@ -238,7 +232,7 @@ def _to(tensor: PackedTensor, *args: Any, **kwargs: Any) -> Any:
 
 #: torch's functions that make packed tensors of packed tensors -> our replacements.
 _REMADE: dict[Any, Callable[..., Any]] = {
-    Tensor.__reduce_ex__: _pickled,
+    Tensor.__reduce_ex__: lambda tensor, protocol: tensor.record.recipe(),
     Tensor.__deepcopy__: _deep_copy,
     Tensor.to: _to,
 }

@@ -32,13 +32,7 @@ from torch.utils.weak import TensorWeakRef
 
 from collage_fx.numerics import ErrorFormat, is_low_precision
 from collage_fx.state.claims import Claims, some
-from collage_fx.state.error_terms import (
-    hand_over,
-    move_into,
-    record_memory,
-    record_of,
-    settle_before_reading,
-)
+from collage_fx.state.error_terms import hand_over, move_into, record_memory, record_of, settle_before_reading
 from collage_fx.state.fingerprints import fingerprint
 from collage_fx.state.optimizers import parameter_names
 from collage_fx.state.packed import is_packed, plain_class, stride_of
@@ -162,15 +156,9 @@ def _slots_at(name: str, container: Any, key: Any) -> Iterator[_Slot]:
     value = container[key]
     if isinstance(value, (Tensor, dict, list)):
         yield _Slot(name if isinstance(value, Tensor) else "", container, key, value)
-        yield from _slots_within(name, value)
-
-
-def _slots_within(name: str, container: Any) -> Iterator[_Slot]:
-    """Yield the slots of a list or dictionary, at any depth."""
-    if not isinstance(container, (dict, list)):
-        return
-    for key in container if isinstance(container, dict) else range(len(container)):
-        yield from _slots_at(f"{name}.{key}", container, key)
+    if isinstance(value, (dict, list)):
+        for inner in value if isinstance(value, dict) else range(len(value)):
+            yield from _slots_at(f"{name}.{inner}", value, inner)
 
 
 class _Parameters:
@@ -376,9 +364,7 @@ def _in_the_same_object(replaced: Sequence[tuple[_Slot, _Slot, int]]) -> set[int
     alike = {
         i
         for i, (old, new, _) in enumerate(replaced)
-        if new.container is not None
-        and _full_layout(old.value) == _full_layout(new.value)
-        and not old.value.requires_grad
+        if _full_layout(old.value) == _full_layout(new.value) and not old.value.requires_grad
     }
     # One reference less than before, the slot's: only the snapshot references an old list or dictionary.
     is_free = all(

@@ -63,11 +63,7 @@ def write_safetensors(
     end = 0
     for name, each in like.items():
         start, end = end, end + each.nbytes
-        header[name] = {
-            "dtype": NAMES[each.dtype],
-            "shape": list(each.shape),
-            "data_offsets": [start, end],
-        }
+        header[name] = {"dtype": NAMES[each.dtype], "shape": list(each.shape), "data_offsets": [start, end]}
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % ALIGNMENT)
     partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
