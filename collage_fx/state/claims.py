@@ -9,7 +9,6 @@ from __future__ import annotations
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -18,15 +17,6 @@ from collage_fx.state.error_terms import ErrorTermRecord
 from collage_fx.state.fingerprints import fingerprint
 from collage_fx.state.host_twins import update_twin
 from collage_fx.torch_compat import Sharding, local_tensor, real_tensors, sharding_of
-
-
-@dataclass(frozen=True)
-class _Claim:
-    """Claim that a record's error terms belong to the values with a fingerprint."""
-
-    name: str
-    record: weakref.ref[ErrorTermRecord]
-    number: Tensor
 
 
 class Claims:
@@ -40,14 +30,15 @@ class Claims:
 
     def __init__(self, report_wrong: Callable[[list[str]], None]) -> None:
         self._report_wrong = report_wrong
-        self._claims: list[_Claim] = []
+        #: Name of a tensor, its record, and the fingerprint.
+        self._claims: list[tuple[str, weakref.ref[ErrorTermRecord], Tensor]] = []
 
     def add(self, name: str, record: ErrorTermRecord, number: Tensor) -> None:
         """Claim that a tensor's error terms belong to the values with a fingerprint.
 
         The number is the fingerprint, or this process's part of it; zero if nothing is known.
         """
-        self._claims.append(_Claim(name, weakref.ref(record), number))
+        self._claims.append((name, weakref.ref(record), number))
         record.make_claim(number, self.settle)
 
     def settle(self) -> None:
@@ -55,17 +46,17 @@ class Claims:
         alike: dict[Sharding | None, list[tuple[str, ErrorTermRecord, Tensor]]] = defaultdict(list)
         claims, self._claims = self._claims, []
         with real_tensors(), torch.no_grad():
-            for claim in claims:
-                record = claim.record()
+            for name, reference, number in claims:
+                record = reference()
                 owner = None if record is None else record.owner()
-                if record is None or owner is None or record.claim is not claim.number:
+                if record is None or owner is None or record.claim is not number:
                     continue  # the tensor is gone, or others have been loaded since
                 update_twin(owner)
                 record.drop_claim()
                 actual = fingerprint(local_tensor(owner), record.auxiliaries)
-                claimed = claim.number.to(actual.device)
+                claimed = number.to(actual.device)
                 numbers = torch.stack([claimed - actual, (claimed != 0).long()])
-                alike[sharding_of(owner)].append((claim.name, record, numbers))
+                alike[sharding_of(owner)].append((name, record, numbers))
             wrong = [name for pieces, group in alike.items() for name in _clear_wrong(pieces, group)]
         if wrong:
             self._report_wrong(wrong)

@@ -96,9 +96,7 @@ class _FullStateDict(Mapping[str, Any]):
             return tensor
         made = self._made.get(id(tensor))
         if made is None or self._made_as[id(tensor)] == name:
-            made = tensor.detach()
-            if _is_full(tensor):
-                made = full_value(tensor, self._dtype)
+            made = full_value(tensor, self._dtype) if _is_full(tensor) else tensor.detach()
             if self._gather:
                 made = whole_tensor(made)
             self._made[id(tensor)], self._made_as[id(tensor)] = made, name
