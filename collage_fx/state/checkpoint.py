@@ -366,7 +366,7 @@ def _with_entries(optimizer: Optimizer, saved: StateDict) -> StateDict:
         if entries := {**_wider_entries(optimizer, parameter), **_entries(optimizer, parameter)}:
             # A new dictionary: the one in ``saved`` is the optimizer's own.
             state[key] = {**_as_dictionary(state.get(key)), **entries}
-    shared = dict(_keyed_auxiliaries(_shared(optimizer)))
+    shared = dict(_keyed_auxiliaries(shared_tensors(optimizer.param_groups, optimizer.state)))
     along = _along(optimizer, PREFIX)
     return {**saved, "state": state, **({SHARED: shared} if shared else {}), **along}
 
@@ -903,7 +903,7 @@ def _refuse_mismatches(
     State of another name is looked for after the load if the class's own method may rename it.
     """
     names = {None: ""}
-    shared = shared_tensors(plain["param_groups"], plain["state"], _keys_in(plain))
+    shared = shared_tensors(plain["param_groups"], plain["state"])
     owners: dict[Owner, tuple[Tensor, torch.dtype]] = {
         (None, slot): (tensor, tensor.dtype) for slot, tensor in shared
     }
@@ -1390,7 +1390,7 @@ def _held(optimizer: Optimizer, state_dict: StateDict) -> Iterator[tuple[Owner, 
     for key, name, parameter in _keyed_parameters(optimizer, state_dict):
         for slot, tensor in _slots(optimizer, parameter):
             yield (key, slot), f"{name}.{slot}", tensor
-    for name, tensor in _shared(optimizer):
+    for name, tensor in shared_tensors(optimizer.param_groups, optimizer.state):
         yield (None, name), name, tensor
 
 
@@ -1403,9 +1403,3 @@ def _slots(optimizer: Optimizer, parameter: Tensor) -> Iterator[tuple[str, Tenso
 def _state_slots(state: Any) -> Iterator[tuple[str, Tensor]]:
     """Yield the tensors of one parameter's state, none of them in the slot of the parameter."""
     return state_tensors(state, taken=[PARAMETER_SLOT])
-
-
-def _shared(optimizer: Optimizer) -> Iterator[tuple[str, Tensor]]:
-    """Yield the tensors that an optimizer keeps for no single parameter."""
-    parameters = (parameter for _, parameter in parameter_names(optimizer))
-    return shared_tensors(optimizer.param_groups, optimizer.state, parameters)

@@ -135,17 +135,16 @@ def _names_of_slots(kind: type) -> Sequence[str]:
 
 
 def shared_tensors(
-    groups: Sequence[Mapping[str, Any]], state: Mapping[Any, Any], parameter_keys: Iterable[Any]
+    groups: Sequence[Mapping[str, Any]], state: Mapping[Any, Any]
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield ``(name, tensor)`` for tensors of no single parameter: in groups, or elsewhere in state.
 
-    Groups and state are those of an optimizer, or of its state dict; ``parameter_keys`` are the keys of the
-    state that stand for parameters.
+    Groups and state are those of an optimizer, or of its state dict.
     """
     for i, group in enumerate(groups):
         for slot, tensor in state_tensors({key: group[key] for key in group if key != "params"}):
             yield f"param_groups[{i}].{slot}", tensor
-    of_parameters = set(parameter_keys)
+    of_parameters = {key for group in groups for key in group["params"]}
     named = {key: state[key] for key in state if key not in of_parameters and not isinstance(key, Tensor)}
     for slot, tensor in state_tensors(named):
         yield f"state.{slot}", tensor
@@ -160,8 +159,7 @@ def known_tensors(optimizers: Mapping[str, Optimizer]) -> dict[int, KnownTensor]
     known: dict[int, KnownTensor] = {}
     for variable, optimizer in optimizers.items():
         prefix = f"{variable}." if len(optimizers) > 1 else ""
-        parameters = [parameter for _, parameter in parameter_names(optimizer)]
-        for name, tensor in shared_tensors(optimizer.param_groups, optimizer.state, parameters):
+        for name, tensor in shared_tensors(optimizer.param_groups, optimizer.state):
             role = Role.STATE if name.startswith("state.") else Role.OTHER
             known[id(tensor)] = KnownTensor(prefix + name, name.rpartition(".")[2], role, tensor)
         for name, parameter in parameter_names(optimizer):

@@ -240,12 +240,11 @@ _REMADE: dict[Any, Callable[..., Any]] = {
 
 def _restore_memory(tensor: PackedTensor, memory: Tensor) -> None:
     """Give a packed tensor, and the given alias of it, the memory of a decoded tensor."""
-    record = tensor.record
-    original = record.owner()
-    if original is not None and original is not tensor:
+    record, original = tensor.record, original_of(tensor)
+    if original is not tensor:
         _make_plain(original, memory)
     _make_plain(tensor, memory)
-    record.note_unpacked(tensor if original is None else original)
+    record.note_unpacked(original)
 
 
 def _call_decoded(func: Any, args: Any, kwargs: Any) -> Any:

@@ -214,10 +214,8 @@ def noting_steps(
             living = {id(tensor) for reference in written if (tensor := reference()) is not None}
             known = {reference() for reference in references}
             holders = [each for each, held in records.all_of(_Held) if held.written.has_one_of(living)]
-            others, version = (
-                [weakref.ref(each) for each in holders if each not in known],
-                _Parameters.version,
-            )
+            others = [weakref.ref(each) for each in holders if each not in known]
+            version = _Parameters.version
         for reference in others:
             other = reference()
             if other is not None and (held := records.find(other, _Held)) is not None:

@@ -53,7 +53,7 @@ def test_parameters_that_are_keys_of_state_are_numbered() -> None:
     """Some optimizers keep their state in a group, by parameter."""
     p, q = parameters()
     state = {p: {"m": torch.zeros(1), "v": torch.zeros(1)}, q: {"m": torch.zeros(1)}}
-    names = [name for name, _ in shared_tensors([{"params": [p, q], "state": state}], {}, [p, q])]
+    names = [name for name, _ in shared_tensors([{"params": [p, q], "state": state}], {})]
     assert names == ["param_groups[0].state.0.m", "param_groups[0].state.0.v", "param_groups[0].state.1.m"]
 
 
@@ -99,7 +99,7 @@ def test_what_parameters_share_is_found_in_groups_and_under_other_keys() -> None
     p = parameters(shapes=[(2,)])[0]
     groups: list[dict[str, Any]] = [{"params": [p], "lr": 0.1}, {"params": [], "averages": [a]}]
     state = {p: {"moment": torch.zeros(2)}, "own": {"key": b}, "total": c}
-    found = list(shared_tensors(groups, state, [p]))
+    found = list(shared_tensors(groups, state))
     assert [name for name, _ in found] == ["param_groups[1].averages.0", "state.own.key", "state.total"]
     assert all(tensor is expected for (_, tensor), expected in zip(found, (a, b, c), strict=True))
     optimizer = Descent([p])
