@@ -1046,7 +1046,7 @@ def _restore(optimizer: Optimizer, load: _Load) -> None:
                 live.is_whole = False
                 live.clear()
             wider = _wider(plain, owner)
-            # State without error terms may get some when numbers change, as its run has chosen.
+            # With ``along``, the run has chosen which state has none; it may get some when numbers change.
             may_wait = owner[1] == PARAMETER_SLOT or not load.along
             if has_terms and owner[1] == PARAMETER_SLOT and plain["state"].get(owner[0]):
                 missing.append(name)  # others have theirs

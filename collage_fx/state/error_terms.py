@@ -429,8 +429,7 @@ def ensure_record(
         if tensor in _BY_OBJECT:
             warnings.warn(
                 f"collage_fx: {name} has changed its dtype or shape (now {tensor.dtype}, "
-                f"{tuple(tensor.shape)}); "
-                "its error terms start again from zero",
+                f"{tuple(tensor.shape)}); its error terms start again from zero",
                 stacklevel=2,
             )
         with real_tensors(), torch.no_grad():
