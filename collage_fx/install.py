@@ -206,12 +206,13 @@ def kept_backend(optimizer: Optimizer, given: Mapping[str, object] = MappingProx
     """
     if not isinstance(step := own_step(optimizer), CompiledStep):
         return None
-    backend, has = given.get("backend"), step.backend.options
-    if isinstance(backend, CollageBackend):
+    has = step.backend.options
+    named = {name: value for name, value in given.items() if name != "backend" or value is not None}
+    if isinstance(backend := named.get("backend"), CollageBackend):
         asked = vars(backend.options)
     else:
-        options = CollageBackend(**cast(GivenOptions, given)).options
-        asked = {name: getattr(options, name) for name in given}
+        options = CollageBackend(**cast(GivenOptions, named)).options
+        asked = {name: getattr(options, name) for name in named}
     for name, value in asked.items():
         if value != getattr(has, name):
             raise InvalidOptionError(

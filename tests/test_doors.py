@@ -107,6 +107,18 @@ def test_a_door_that_asks_for_something_else_is_refused(door: Door, how: str) ->
     assert backend_of(optimizer).options.bytes_per_parameter == 6
 
 
+@pytest.mark.parametrize("door", DOORS[1:4])
+def test_no_backend_is_a_backend_that_is_not_given(door: Door) -> None:
+    model, optimizer = model_and_optimizer()
+    door(model, optimizer, backend=None, strategy="light")
+    before = backend_of(optimizer)
+    assert before.options.strategy == "light"
+    model, optimizer = model_and_optimizer()
+    install(optimizer, strategy="light")
+    door(model, optimizer, backend=None)
+    assert backend_of(optimizer).options == before.options
+
+
 @pytest.mark.parametrize("door", [by_offload, by_transformers])
 def test_the_bytes_that_were_asked_for_are_held(door: Door) -> None:
     torch.manual_seed(0)

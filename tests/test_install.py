@@ -359,6 +359,28 @@ def test_hooks_run_eagerly_around_the_step(reference: Optimizer) -> None:
     assert backend_of(optimizer).report().graphs[0].route
 
 
+def test_a_hook_that_a_step_registers_is_the_optimizers() -> None:
+    class Registers(Descent):
+        def __init__(self, params: Any) -> None:
+            super().__init__(params)
+            self.seen: list[Optimizer] = []
+
+        @torch.no_grad()
+        def step(self, closure: Any = None) -> None:  # type: ignore[override]
+            for p in self.param_groups[0]["params"]:
+                p.add_(p.grad, alpha=-(2.0**-12))
+                if float(p.grad.abs().max()) > 0 and not self.seen:
+                    self.register_step_post_hook(lambda optimizer, *_: self.seen.append(optimizer))
+                    self.seen.append(self)
+
+    one, other = install(Registers(parameters())), install(Descent(parameters()))
+    for _ in range(3):
+        run_steps(one.step, params_of(one), range(1))
+        run_steps(other.step, params_of(other), range(1))
+    assert one.seen == [one] * 4
+    assert are_compensated(one)
+
+
 def test_an_optimizer_that_has_no_hooks_is_installed() -> None:
     """As one that wraps another and does not call ``Optimizer.__init__``."""
 

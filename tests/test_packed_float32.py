@@ -408,7 +408,7 @@ def test_an_eager_step_goes_on_from_the_decoded_values() -> None:
     assert is_packed(optimizer.state[p]["exp_avg"])
 
 
-def test_two_steps_of_which_one_packs_take_turns_and_codes_are_dropped() -> None:
+def test_two_steps_of_which_one_packs_take_turns_and_files_have_no_old_codes() -> None:
     params = singles([(64, 96)])
     optimizer = adamw(params)
     steps = itertools.cycle([compiled(optimizer, state="block16"), compiled(optimizer)])

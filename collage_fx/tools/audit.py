@@ -188,9 +188,15 @@ class Audit:
                 return "packed; there is no float64 run to compare with"
             error, single = max(known)
             return f"packed: the error is {error:.2g} at most, where that of float32 state is {single:.2g}"
-        gains = [each.plain / each.error for each in every if each.plain and each.error is not None]
+        gains = [
+            each.plain / each.error if each.error else math.inf
+            for each in every
+            if each.plain is not None and each.error is not None
+        ]
         if not gains:
             return "compensated; there is no float64 run to compare with"
+        if math.isinf(min(gains)):
+            return "precise: the compensated steps have no error"
         return f"precise: the error of plain low precision is {min(gains):.3g} times as large"
 
 
@@ -239,6 +245,10 @@ def audit(
     if steps < FEWEST_STEPS:
         raise InvalidOptionError(
             f"steps={steps} is not allowed", where="steps", remedy=f"use {FEWEST_STEPS} or more"
+        )
+    if not schedules:
+        raise InvalidOptionError(
+            "there is no schedule", where="schedules", remedy='leave it out, or use {"constant": None}'
         )
     trial = Trial(make, tuple(map(tuple, shapes)), dtype, steps, options=options)
     with contextlib.redirect_stdout(io.StringIO()):  # some optimizers print messages

@@ -51,9 +51,6 @@ _INSIDE, _KEPT = "__collage_fx_inside__", "__collage_fx_hooks__"
 _PRE, _POST = "_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"
 _SAVING = "_optimizer_state_dict_pre_hooks"
 
-#: Hooks of an optimizer while the compiled step runs: empty, because Dynamo would trace them a second time.
-_NO_HOOKS: OrderedDict[int, Any] = OrderedDict()
-
 
 def own_step(optimizer: Optimizer) -> OwnStep | None:
     """Return the function given to :func:`set_own_step`; None if the optimizer has no step of its own."""
@@ -247,8 +244,8 @@ def remove_own_step(optimizer: Optimizer) -> None:
 
 
 @contextmanager
-def without_hooks(optimizer: Optimizer) -> Iterator[dict[str, Any]]:
-    """Context manager: the optimizer has no hooks around its step; gives those that it had, by attribute.
+def without_hooks(optimizer: Optimizer) -> Iterator[None]:
+    """Context manager: the optimizer has no hooks around its step; those that it registers come to the rest.
 
     Several threads may be inside: the thread of ``offload`` takes a part of a step, another one the rest.
     """
@@ -257,16 +254,22 @@ def without_hooks(optimizer: Optimizer) -> Iterator[dict[str, Any]]:
         inside = own.setdefault(_INSIDE, [])
         if not inside:
             own[_KEPT] = {name: own[name] for name in (_PRE, _POST) if name in own}
-            own |= dict.fromkeys((_PRE, _POST), _NO_HOOKS)
+            # Dynamo would trace the hooks a second time.
+            own |= {_PRE: OrderedDict(), _POST: OrderedDict()}
         inside.append(threading.get_ident())
     try:
-        yield own[_KEPT]
+        yield
     finally:
         with _lock:
             inside.remove(threading.get_ident())
             if not inside:
-                del own[_INSIDE], own[_PRE], own[_POST]
-                own |= own.pop(_KEPT)
+                del own[_INSIDE]
+                kept = own.pop(_KEPT)
+                for name in (_PRE, _POST):
+                    added = own.pop(name)
+                    if added or name in kept:
+                        own[name] = kept.get(name, added)
+                        own[name].update(added)
 
 
 _lock = threading.Lock()
@@ -277,12 +280,14 @@ def _between_hooks(
 ) -> Any:
     """Call the optimizer's hooks before and after ``run``, as torch does; return the result of ``run``."""
     own = vars(optimizer)
-    for hook in own.get(_KEPT, own).get(_PRE, _NO_HOOKS).values():
+    for hook in own.get(_KEPT, own).get(_PRE, {}).values():
         replaced = hook(optimizer, args, kwargs)
         if replaced is not None:
             args, kwargs = replaced
-    with without_hooks(optimizer) as hooks:
+    before = set(own.get(_KEPT, own).get(_POST, {}))
+    with without_hooks(optimizer):
         result = run(*args[1:], **kwargs)
-    for hook in hooks.get(_POST, _NO_HOOKS).values():
-        hook(optimizer, args, kwargs)
+    for key, hook in [*own.get(_KEPT, own).get(_POST, {}).items()]:
+        if key in before:  # torch's wrapper around the step has called one that the step registered
+            hook(optimizer, args, kwargs)
     return result

@@ -10,6 +10,7 @@ from collage_fx.torch_compat import (
     dynamo_trace,
     fake_tensors,
     inductor,
+    optim_frames,
     own_steps,
     patch_averages,
     patch_conversions,
@@ -40,7 +41,7 @@ PATCHES: tuple[Patch, ...] = tuple(
 RELIED_ON: tuple[str, ...] = (
     *(*aot_autograd.RELIED_ON, *dynamo_trace.RELIED_ON, *fake_tensors.RELIED_ON),
     *(*inductor.RELIED_ON, *tensors.RELIED_ON, *own_steps.RELIED_ON, *dynamo_counts.RELIED_ON),
-    *triton_tables.RELIED_ON,
+    *(*optim_frames.RELIED_ON, *triton_tables.RELIED_ON),
 )
 
 

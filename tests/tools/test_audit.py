@@ -121,6 +121,19 @@ def test_what_is_not_finite_is_not_right() -> None:
     assert found.measured["constant"].outcome == INACCURATE
 
 
+def test_steps_without_an_error_are_precise() -> None:
+    found = audit(
+        lambda params: SGD(params, lr=0.5),
+        shapes=[(4,)],
+        steps=3,
+        error_format="exact",
+        schedules={"constant": None},
+    )
+    assert found.measured["constant"].error == 0
+    assert found.is_good
+    assert found.verdict == "precise: the compensated steps have no error"
+
+
 @pytest.mark.parametrize("lr", [0.0, float("nan"), float("inf")])
 def test_where_there_is_nothing_to_compare_nothing_is_called_wrong(lr: float) -> None:
     found = audit(lambda params: SGD(params, lr=lr), steps=3)
@@ -141,6 +154,7 @@ def test_where_there_is_nothing_to_compare_nothing_is_called_wrong(lr: float) ->
         ({"shapes": [(0, 3)]}, "shapes"),
         ({"steps": 2}, "steps"),
         ({"steps": -1}, "steps"),
+        ({"schedules": {}}, "schedules"),
     ],
 )
 def test_arguments_are_refused_before_anything_is_measured(options: dict[str, Any], where: str) -> None:

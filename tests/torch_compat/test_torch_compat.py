@@ -1,7 +1,9 @@
 """The one package that knows torch's internals, and what it says of a torch that it does not know."""
 
+import importlib
 import inspect
 import os
+import pkgutil
 import re
 import subprocess
 import sys
@@ -17,7 +19,7 @@ from torch._inductor.utils import fresh_cache
 
 from collage_fx import CollageBackend, numerics, torch_compat
 from collage_fx.codegen import lowerings
-from collage_fx.torch_compat import load_cpp_library
+from collage_fx.torch_compat import load_cpp_library, patches
 from tests.support.substitutes import compiled_for_vectors, processor
 from tests.support.training import Descent, parameters, run_steps
 
@@ -44,6 +46,14 @@ def test_a_torch_that_is_not_known_is_refused_by_name_at_import(before: str, imp
     last = run.stderr.splitlines()[-1]
     assert last.startswith("ImportError: collage_fx "), run.stderr
     assert all(said in last for said in STRANGE[before])
+
+
+def test_what_is_relied_on_is_in_one_list() -> None:
+    names = [each.name for each in pkgutil.iter_modules([str(COMPAT)])]
+    modules = [importlib.import_module(f"collage_fx.torch_compat.{name}") for name in names]
+    needed = [text for each in modules if each is not patches for text in vars(each).get("RELIED_ON", ())]
+    assert needed
+    assert sorted(patches.RELIED_ON) == sorted(needed)
 
 
 #: Before collage_fx is imported, where results depend on it -> what a step says.
