@@ -49,7 +49,9 @@ CLOSURE = "closure"
 BODIES = {
     "ignored": "",
     "first": "if {0} is not None:\n    with torch.enable_grad():\n        loss = {0}()",
-    "scales": "if {0} is not None:\n    loss = {0}()\n    size = size * loss",
+    "scales": "if {0} is not None:\n    loss = {0}()\n    factor = loss",
+    "and a condition": "if {0} is not None and {1} > 2:\n    with torch.enable_grad():\n        loss = {0}()",
+    "given, under a condition": "if {1} > 2:\n    with torch.enable_grad():\n        loss = {0}()",
     "twice": "if {0} is not None:\n    with torch.enable_grad():\n        {0}()\n        loss = {0}()",
 }
 
@@ -81,14 +83,16 @@ def drawn(seed: int) -> Case:
 
 def optimizer_class(case: Case, *, has_source: bool) -> Callable[[Any], Optimizer]:
     """Return the class of a case."""
-    loss = textwrap.indent(BODIES.get(case.body, "").format(case.closure), " " * 4)
     values = [name for name in ("scale", "offset") if name in case.signature]
+    loss = textwrap.indent(BODIES.get(case.body, "").format(case.closure, [*values, "1.0"][0]), " " * 4)
     size = " + ".join(["1.0", *values, *["sum(rest)"] * ("*rest" in case.signature)])
     body = f"""
 @torch.no_grad()
 def step(self, {case.signature}):
-    loss, size = None, {size}
+    loss = None
+    factor = 1.0
 {loss}
+    size = ({size}) * factor
     for group in self.param_groups:
         for p in group["params"]:
             if p.grad is not None:
@@ -155,6 +159,12 @@ def faults(case: Case, *, has_source: bool) -> Iterator[str]:
             yield f"{door}: {ours.said}, {ours.calls} calls; eager: {exact.said}, {exact.calls} calls; {case}"
         elif (off := relative_error(ours.params, exact.params, start())) > ALLOWED:
             yield f"{door}: error {off:.3g}; {case}"
+
+
+@pytest.mark.parametrize("scale", [1.0, 3.0])
+def test_a_closure_is_called_if_the_arguments_ask_for_it(scale: float) -> None:
+    case = Case("scale, closure=None", "closure", "given, under a condition", (scale, CLOSURE), {})
+    assert not list(faults(case, has_source=True))
 
 
 @pytest.mark.parametrize("seed", range(12))

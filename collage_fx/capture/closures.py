@@ -234,8 +234,8 @@ class _Reader:
         statement = next(each for each in around if isinstance(each, ast.stmt))
         if asked is not None and not all(each in ast.walk(asked.test) for each in used):
             return False  # something else depends on whether there is a closure
-        if asked is None and call.func in self._names:
-            return False  # a step that takes no None
+        if call.func in self._names and not (used and _needs_all(asked)):
+            return False  # a step that calls None
         returned = [each.value for each in ast.walk(self._function) if isinstance(each, ast.Return)]
         if isinstance(statement, ast.Return):
             return statement.value in (call, asked) and len(returned) == 1
@@ -255,6 +255,11 @@ class _Reader:
                 return False
         loads = [each for each in self._names if each.id == target and isinstance(each.ctx, ast.Load)]
         return bool(returned) and {*map(id, returned)} == {*map(id, loads)}
+
+
+def _needs_all(asked: ast.If | ast.IfExp | None) -> bool:
+    """Return whether a condition holds only if each of its parts does."""
+    return asked is not None and not any(isinstance(each, ast.Or) for each in ast.walk(asked.test))
 
 
 def _walk(nodes: ast.AST | Sequence[ast.AST]) -> list[ast.AST]:
