@@ -160,18 +160,37 @@ def test_recorded_steps() -> None:
     assert max(differences(optimizer, exact)[:4]) <= STEPS * 8 * 4 * 2.0**-24
 
 
+def adam(p: Tensor, g: Tensor, state: dict[str, Any]) -> None:
+    if "m" not in state:
+        state["m"], state["v"] = g * 0.1, g * g * 0.001
+    else:
+        state["m"].mul_(0.9).add_(g, alpha=0.1)
+        state["v"].mul_(0.999).addcmul_(g, g, value=0.001)
+    p.addcdiv_(state["m"], state["v"].sqrt() + 1e-8, value=-LR)
+
+
+def test_a_recorded_step_makes_state_again_and_again() -> None:
+    optimizer, exact = Stepped([adam], torch.bfloat16, branches=True), Stepped([adam], torch.float64)
+    before, backend = exact.parameters[0].detach().clone(), CollageBackend()
+    step = torch.compile(optimizer.step, backend=backend)
+    graphs = []
+    for i in range(12):
+        for each in (optimizer, exact):
+            if i % 3 == 0:
+                each.state.clear()
+            each.give_gradients(i)
+        step()
+        exact.step()
+        assert bool(error_terms(optimizer.state[optimizer.parameters[0]]["m"])) == (i % 3 == 0)
+        graphs.append(len(backend.reports))
+    assert graphs[-1] == graphs[2]
+    moved = (exact.parameters[0].detach() - before).abs().max()
+    assert differences(optimizer, exact)[0] < 0.01 * moved
+
+
 @pytest.mark.parametrize("branches", [False, True], ids=["captured", "recorded"])
 def test_what_the_strategy_does_not_choose_keeps_no_error_term(branches: bool) -> None:
     """Moments made in the first step: bytes are those of moments that were there before."""
-
-    def adam(p: Tensor, g: Tensor, state: dict[str, Any]) -> None:
-        if "m" not in state:
-            state["m"], state["v"] = g * 0.1, g * g * 0.001
-        else:
-            state["m"].mul_(0.9).add_(g, alpha=0.1)
-            state["v"].mul_(0.999).addcmul_(g, g, value=0.001)
-        p.addcdiv_(state["m"], state["v"].sqrt() + 1e-8, value=-LR)
-
     torch._dynamo.reset()
     optimizer = Stepped([adam], torch.bfloat16, branches=branches)
     backend = TwinBackend(compiles=False) if not branches else CollageBackend()

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 import random
+import re
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -213,7 +215,9 @@ def test_steps_alone_of_what_is_no_optimizer() -> None:
     assert error(make, compiled) < COMPENSATED
 
 
-def test_later_calls_compile_nothing() -> None:
+def test_later_calls_compile_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    """And the log tells once that calls are recorded."""
+    caplog.set_level(logging.INFO, "collage_fx")
     params, backend, graphs = parameters(shapes=SHAPES), CollageBackend(), []
     step = torch.compile(stepping([AdamW, Branching, Plain])(params), backend=backend)
     for seed in range(5):
@@ -221,6 +225,8 @@ def test_later_calls_compile_nothing() -> None:
         step()
         graphs.append(len(backend.report().graphs))
     assert graphs[2:] == graphs[2:3] * 3
+    (told,) = (each for each in caplog.messages if "its calls are run by Python and recorded" in each)
+    assert re.fullmatch(r"\S+step_then_branch: its calls are run by Python and recorded: .{10,}", told)
 
 
 def test_an_exception_ends_the_recording() -> None:
