@@ -52,6 +52,9 @@ BODIES = {
     "scales": "if {0} is not None:\n    loss = {0}()\n    factor = loss",
     "and a condition": "if {0} is not None and {1} > 2:\n    with torch.enable_grad():\n        loss = {0}()",
     "given, under a condition": "if {1} > 2:\n    with torch.enable_grad():\n        loss = {0}()",
+    "or a condition": "if {0} is not None or {1} > 2:\n    loss = {0}()",
+    "unless": "if not ({0} is None and {1} < 2):\n    loss = {0}()",
+    "else": "if {0} is None and {1} < 2:\n    pass\nelse:\n    loss = {0}()",
     "twice": "if {0} is not None:\n    with torch.enable_grad():\n        {0}()\n        loss = {0}()",
 }
 
@@ -161,9 +164,12 @@ def faults(case: Case, *, has_source: bool) -> Iterator[str]:
             yield f"{door}: error {off:.3g}; {case}"
 
 
+@pytest.mark.parametrize(
+    "body", ["given, under a condition", "and a condition", "or a condition", "unless", "else"]
+)
 @pytest.mark.parametrize("scale", [1.0, 3.0])
-def test_a_closure_is_called_if_the_arguments_ask_for_it(scale: float) -> None:
-    case = Case("scale, closure=None", "closure", "given, under a condition", (scale, CLOSURE), {})
+def test_a_closure_is_called_if_the_arguments_ask_for_it(scale: float, body: str) -> None:
+    case = Case("scale, closure=None", "closure", body, (scale, CLOSURE), {})
     assert not list(faults(case, has_source=True))
 
 

@@ -234,8 +234,10 @@ class _Reader:
         statement = next(each for each in around if isinstance(each, ast.stmt))
         if asked is not None and not all(each in ast.walk(asked.test) for each in used):
             return False  # something else depends on whether there is a closure
-        if call.func in self._names and not (used and _needs_all(asked)):
-            return False  # a step that calls None
+        if call.func in self._names:
+            is_negated = asked is not None and call not in _walk(asked.body)
+            if asked is None or not _needs(asked.test, used, fails=is_negated):
+                return False  # a step that calls None
         returned = [each.value for each in ast.walk(self._function) if isinstance(each, ast.Return)]
         if isinstance(statement, ast.Return):
             return statement.value in (call, asked) and len(returned) == 1
@@ -257,9 +259,14 @@ class _Reader:
         return bool(returned) and {*map(id, returned)} == {*map(id, loads)}
 
 
-def _needs_all(asked: ast.If | ast.IfExp | None) -> bool:
-    """Return whether a condition holds only if each of its parts does."""
-    return asked is not None and not any(isinstance(each, ast.Or) for each in ast.walk(asked.test))
+def _needs(test: ast.expr, asking: Sequence[ast.Name], *, fails: bool) -> bool:
+    """Return whether a condition holds, or fails, only where one of the names that ask does so, too."""
+    if isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not):
+        return _needs(test.operand, asking, fails=not fails)
+    if isinstance(test, ast.BoolOp):
+        has_one_to = any if isinstance(test.op, ast.Or) is fails else all
+        return has_one_to(_needs(each, asking, fails=fails) for each in test.values)
+    return not isinstance(test, ast.IfExp) and any(each in asking for each in ast.walk(test))
 
 
 def _walk(nodes: ast.AST | Sequence[ast.AST]) -> list[ast.AST]:
