@@ -408,7 +408,7 @@ def test_an_eager_step_goes_on_from_the_decoded_values() -> None:
     assert is_packed(optimizer.state[p]["exp_avg"])
 
 
-def test_two_steps_of_which_one_packs_take_turns_and_files_have_no_old_codes() -> None:
+def test_two_steps_of_which_one_packs_take_turns_and_codes_are_dropped() -> None:
     params = singles([(64, 96)])
     optimizer = adamw(params)
     steps = itertools.cycle([compiled(optimizer, state="block16"), compiled(optimizer)])
@@ -416,6 +416,8 @@ def test_two_steps_of_which_one_packs_take_turns_and_files_have_no_old_codes() -
     for seed in range(6):
         run_steps(next(steps), params, [seed])
         met.append(is_packed(optimizer.state[params[0]]["exp_avg"]))
+        if seed == 1:
+            assert all(record_of(each) is None for each in optimizer.state[params[0]].values())
     assert met[2:] == [True, False] * 2
     other = adamw([Parameter(params[0].detach().clone())])
     other.load_state_dict(copy.deepcopy(optimizer.state_dict()))

@@ -107,6 +107,7 @@ from collage_fx.state import (
     packed_format,
     record_of,
     require_format,
+    reset_error_terms,
     unpack,
 )
 from collage_fx.torch_compat import (
@@ -693,6 +694,7 @@ class Compilation:
                     if not self.recorded and isinstance(owner := self._owner(tensor), torch.nn.Parameter):
                         self.updated.append(owner)
         known_packed = any(map(_packed_format, graph.infos))
+        self._drop_codes(program)
         with generated_code() as code:
             if is_rewritten:
                 made = self.backend.lower(program, example_inputs, graph.inductor_options)
@@ -765,6 +767,18 @@ class Compilation:
             remedy="give the value memory of its own: value.clone()",
         )
         raise_or_warn(self, refusal, strict=self.options.strict)
+
+    def _drop_codes(self, program: StepProgram) -> None:
+        """Release the codes of float32 state that this step, by other options, does not pack."""
+        packs = {
+            i for state in program.states if state.packed for i in program.repetition.copies[state.position]
+        }
+        for i, info in enumerate(program.infos):
+            tensor = info.tensor
+            if tensor is None or tensor.dtype is not torch.float32 or i in packs:
+                continue
+            if packed_format(tensor):
+                reset_error_terms(tensor)
 
     def _accepted(self, graph: _Traced) -> StepProgram:
         """Make the program that enters the pipeline; raise if the step cannot be compensated."""
