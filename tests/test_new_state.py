@@ -170,8 +170,9 @@ def adam(p: Tensor, g: Tensor, state: dict[str, Any]) -> None:
 
 
 def test_a_recorded_step_makes_state_again_and_again() -> None:
+    """In each step ``|m| / sqrt(v)`` is 5 at most, of which m has lost two roundings, of 2**-8, at most."""
     optimizer, exact = Stepped([adam], torch.bfloat16, branches=True), Stepped([adam], torch.float64)
-    before, backend = exact.parameters[0].detach().clone(), CollageBackend()
+    backend = CollageBackend()
     step = torch.compile(optimizer.step, backend=backend)
     graphs = []
     for i in range(12):
@@ -184,8 +185,7 @@ def test_a_recorded_step_makes_state_again_and_again() -> None:
         assert bool(error_terms(optimizer.state[optimizer.parameters[0]]["m"])) == (i % 3 == 0)
         graphs.append(len(backend.reports))
     assert graphs[-1] == graphs[2]
-    moved = (exact.parameters[0].detach() - before).abs().max()
-    assert differences(optimizer, exact)[0] < 0.01 * moved
+    assert differences(optimizer, exact)[0] <= 12 * LR * 5 * 2 * 2.0**-8
 
 
 @pytest.mark.parametrize("branches", [False, True], ids=["captured", "recorded"])

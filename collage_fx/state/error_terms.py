@@ -268,12 +268,12 @@ class ErrorTermRecord:
 
     def decoded_parts(self, elements: int) -> Iterator[tuple[Tensor, Sequence[Tensor]]]:
         """Yield rows of a packed tensor, decoded, with their auxiliaries, about ``elements`` at a time."""
-        codes = self.auxiliaries[0]
+        codes, layout = self.auxiliaries[0], self.layout()
         rows = max(1, elements * len(codes) // codes.numel()) if self.format.by_rows else len(codes)
         for first in range(0, len(codes), rows):
             part = slice(first, first + rows)
             auxiliaries = [each[part] if each.dim() else each for each in self.auxiliaries]
-            hi = self.layout()[part]
+            hi = layout[part]
             with real_tensors(), torch.no_grad():
                 yield self.format.join(hi, *auxiliaries).to(self.dtype), auxiliaries
 
