@@ -58,7 +58,7 @@ from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from types import CodeType, FunctionType
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 from weakref import WeakSet
 
 import torch
@@ -200,49 +200,38 @@ class _Stepped(WeakSet[Optimizer]):
 
 @dataclass
 class _ReadForward:
-    """Part of a low-precision parameter that a differentiated graph reads.
+    """Part of a low-precision parameter that a differentiated graph reads."""
 
-    Attributes:
-        is_stepped: whether it has been stepped eagerly.
-    """
-
-    is_stepped: bool = False
+    is_stepped: bool = False  # eagerly
 
 
 @dataclass(eq=False)
-class _Asked:
-    """Requests for an optimizer's steps, and facts about them: a part of its record.
+class _Requested:
+    """Request for compensated steps of an optimizer: a part of its record."""
+
+    request: Request
+    is_compiled: bool = False  # a step, with error terms
+    is_called: bool = False  # the step itself, eagerly, instead of a compiled callable
+
+
+@dataclass(eq=False)
+class _Facts:
+    """Facts about the steps of an optimizer: a part of its record.
 
     Attributes:
-        requested: request for compensated steps.
         calls_compiled: whether its step runs eagerly and calls compiled code.
         checked: state of all records when it was found to have no parameters of another's compensated step.
         is_traced_again: whether it has been traced again after an exception that Dynamo would raise.
     """
 
-    requested: _Requested | None = None
     calls_compiled: bool = False
     checked: Any = None
     is_traced_again: bool = False
 
 
-def _requested(optimizer: Optimizer | None) -> _Requested | None:
-    """Return the request for an optimizer's compensated steps."""
-    asked = None if optimizer is None else records.find(optimizer, _Asked)
-    return None if asked is None else asked.requested
-
-
 def _request(optimizer: Optimizer, requested: _Requested) -> _Requested:
     """Ask for compensated steps of an optimizer, unless somebody has; return the request."""
-    asked = records.of(optimizer, _Asked)
-    asked.requested = asked.requested or requested
-    return asked.requested
-
-
-def _all_requested() -> list[tuple[Optimizer, _Requested]]:
-    """Return the optimizers whose compensated steps are requested."""
-    asked = records.all_of(_Asked)
-    return [(optimizer, each.requested) for optimizer, each in asked if each.requested is not None]
+    return records.find(optimizer, _Requested) or records.put(optimizer, requested)
 
 
 def start_watch() -> None:
@@ -277,12 +266,7 @@ def _request_now() -> Request | None:
     return Request.of(*backend_being_traced_for())
 
 
-def _is_compensated_now() -> bool:
-    """Return whether the step that Dynamo traces is compensated."""
-    return _request_now() is not None
-
-
-trace_unfused(_is_compensated_now)
+trace_unfused(lambda: _request_now() is not None)
 
 
 def note_forward(inputs: Iterable[Any]) -> None:
@@ -305,7 +289,8 @@ def _at_trace(optimizer: Optimizer) -> Iterable[Place] | None:
     unpack_state(optimizer)
     _adopt(optimizer, strict=request.strict)
     _is_refused(optimizer, strict=request.strict)
-    _conversion.get().contexts.enter_context(_gradients_with_sizes(optimizer))
+    contexts, _ = _conversion.get()
+    contexts.enter_context(_gradients_with_sizes(optimizer))
     return scheduled_numbers(optimizer)
 
 
@@ -402,25 +387,13 @@ def _within_conversion(compiler: Any, code: CodeType, variables: Mapping[str, An
         compiled = records.of(compiler, CompiledCode)
         compiled.codes[id(code)] = code
         stack.enter_context(compiling_for(compiled))
-        token = _conversion.set(_Conversion(stack, torch.is_grad_enabled()))
+        token = _conversion.set((stack, torch.is_grad_enabled()))
         stack.callback(_conversion.reset, token)
         yield
 
 
-class _Conversion(NamedTuple):
-    """Conversion of a function.
-
-    Attributes:
-        contexts: contexts to leave when it ends.
-        has_gradients: whether the function is called with gradients enabled.
-    """
-
-    contexts: ExitStack
-    has_gradients: bool
-
-
-#: Conversion that the thread is in.
-_conversion: ContextVar[_Conversion] = ContextVar("_conversion")
+#: Contexts to leave when the thread's conversion ends; whether the function is called with gradients enabled.
+_conversion: ContextVar[tuple[ExitStack, bool]] = ContextVar("_conversion")
 
 
 @contextmanager
@@ -539,23 +512,21 @@ def _wrapped_code(code: CodeType, variables: Mapping[str, Any]) -> CodeType:
     return code
 
 
-#: Advice for trainers, whose step runs the model as a closure.
-_IN_A_TRAINER = (
-    ". In a trainer use its callback instead of torch.compile: CollageCallback of "
-    "collage_fx.integrations.lightning or .transformers"
-)
-
-
 def _too_many(subject: Optimizer | CodeType, code: CodeType) -> CollageError:
     """Make the error for a function that is compiled too often."""
-    named = subject if isinstance(subject, CodeType) else code
-    of = f"of {type(subject).__name__} " if isinstance(subject, Optimizer) else ""
+    named, of, in_a_trainer = code, f"of {type(subject).__name__} ", ""
+    if isinstance(subject, CodeType):  # perhaps a trainer's step, which runs the model as a closure
+        named, of = subject, ""
+        in_a_trainer = (
+            ". In a trainer use its callback instead of torch.compile: CollageCallback of "
+            "collage_fx.integrations.lightning or .transformers"
+        )
     return RecompileLimitError(
         f"this function {of}has been compiled {_done(subject, code)} times, and would have to be once more",
         where=f"{named.co_name} ({named.co_filename}:{named.co_firstlineno})",
         remedy="find out what changes with TORCH_LOGS=recompiles. A number can be a tensor, "
         "torch.tensor(...). If the compilations are worth their time, raise "
-        f"torch._dynamo.config.recompile_limit{_IN_A_TRAINER if isinstance(subject, CodeType) else ''}",
+        f"torch._dynamo.config.recompile_limit{in_a_trainer}",
     )
 
 
@@ -609,9 +580,9 @@ def _record_or_refuse(code: CodeType, graph_break: GraphBreak) -> None:
         return  # its own step is like any function that steps an optimizer
     if can_be_recorded:
         if not is_recorded(optimizer):
-            asked = records.of(optimizer, _Asked)
-            if graph_break.is_exception and not asked.is_traced_again:
-                asked.is_traced_again = True
+            facts = records.of(optimizer, _Facts)
+            if graph_break.is_exception and not facts.is_traced_again:
+                facts.is_traced_again = True
                 forget_new_state(optimizer)
                 raise ConvertAgain  # Dynamo has called _init_group, and sees its entries in groups only now
             record(optimizer, request, graph_break.reason)
@@ -649,10 +620,9 @@ def _record_or_refuse_function(code: CodeType, graph_break: GraphBreak, request:
     packs = request.backend.options.packs
     if not any(is_of_concern(each, packs) for each in (*held, *weights)):
         return
-    if not _conversion.get().has_gradients:
-        begin = beginning_in_call(request, graph_break.reason, optimizers, weights)
-        if begin is not None:
-            raise RunRecorded(begin)
+    _, has_gradients = _conversion.get()
+    if not has_gradients and (begin := beginning_in_call(request, graph_break.reason, optimizers, weights)):
+        raise RunRecorded(begin)
     refusal = GraphBreakError(
         f"Dynamo cannot capture {code.co_name}, and would run its updates of weights eagerly, without error "
         f"terms: {graph_break.reason}",
@@ -677,39 +647,18 @@ def is_of_concern(parameter: Tensor, packs: bool) -> bool:
 # -- compensated steps are asked for
 
 
-@dataclass(eq=False)
-class _Requested:
-    """Request for compensated steps of one optimizer.
-
-    Attributes:
-        request: the request.
-        is_compiled: whether a step has been compiled with error terms.
-        is_called: whether the step itself has been called eagerly, instead of a compiled callable.
-    """
-
-    request: Request
-    is_compiled: bool = False
-    is_called: bool = False
-
-
 class _Requests:
-    """Requests of a process.
+    """Requests of a process."""
 
-    Attributes:
-        any_made: whether ``torch.compile`` has been given a backend of ours.
-        newest_is_strict: whether the newest step that was compiled is strict.
-    """
-
-    any_made = False
-    newest_is_strict = False
+    any_made = False  # whether ``torch.compile`` has been given a backend of ours
+    newest_is_strict = False  # whether the newest step that was compiled is strict
 
 
 def note_installed(optimizer: Optimizer, backend: Any) -> None:
     """Note that all steps of an optimizer are to be compensated from now on, if this backend compensates."""
     if (request := Request.of(backend, {})) is not None:
-        _adopt(optimizer, strict=request.strict)
-        _let_recordings_begin(optimizer)
-        records.of(optimizer, _Asked).requested = _Requested(request)
+        _prepare(optimizer, request)
+        records.put(optimizer, _Requested(request))
         _warn_of_wide_parameters(optimizer, backend)
 
 
@@ -720,7 +669,7 @@ def note_compiled_step(optimizer: Optimizer, request: Request) -> None:
     """
     _Requests.newest_is_strict = request.strict
     if calls_compiled_function(optimizer):
-        records.of(optimizer, _Asked).calls_compiled = True
+        records.of(optimizer, _Facts).calls_compiled = True
         return
     requested = _request(optimizer, _Requested(request))
     requested.is_compiled = True
@@ -730,7 +679,7 @@ def note_compiled_step(optimizer: Optimizer, request: Request) -> None:
 
 def forget_compiled_step(optimizer: Optimizer) -> None:
     """Forget that an optimizer's step was compiled: it may be stepped eagerly, or compiled, again."""
-    records.of(optimizer, _Asked).requested = None
+    records.drop(optimizer, _Requested)
     stop_recording(optimizer)
 
 
@@ -738,7 +687,7 @@ def not_compiled_yet(backend: Any) -> list[str]:
     """Return the classes of optimizers of low precision with requested, uncompiled steps, for a backend."""
     return [
         type(optimizer).__name__
-        for optimizer, requested in _all_requested()
+        for optimizer, requested in records.all_of(_Requested)
         if not (requested.is_compiled or records.of(optimizer, Recorded).has_recorded)
         and requested.request.backend is backend
         and any(is_low_precision(parameter.dtype) for _, parameter in parameter_names(optimizer))
@@ -747,7 +696,7 @@ def not_compiled_yet(backend: Any) -> list[str]:
 
 def _strict_in_copies(optimizer: Optimizer) -> bool | None:
     """Return whether copies of an optimizer are strict; None if its step is not compiled."""
-    requested = _requested(optimizer)
+    requested = records.find(optimizer, _Requested)
     return requested.request.strict if requested is not None and requested.is_compiled else None
 
 
@@ -769,15 +718,15 @@ def _at_torch_compile(backend: Any, keywords: dict[str, Any], function: Any) -> 
     if request is None:
         return
     for optimizer in _optimizers_of(function):
-        if _requested(optimizer) is None:
+        if not records.has(optimizer, _Requested):
             _warn_of_wide_parameters(optimizer, request.backend)
         _request(optimizer, _Requested(request))
-        _adopt(optimizer, strict=request.strict)
-        _let_recordings_begin(optimizer)
+        _prepare(optimizer, request)
 
 
-def _let_recordings_begin(optimizer: Optimizer) -> None:
-    """Make the steps of an optimizer, and of all optimizers in it, recordable from their middle on."""
+def _prepare(optimizer: Optimizer, request: Request) -> None:
+    """Make an optimizer save error terms; its steps, also of optimizers in it, may begin to be recorded."""
+    _adopt(optimizer, strict=request.strict)
     for each in (optimizer, *held_optimizers(optimizer)):
         switch(each)
 
@@ -824,7 +773,7 @@ def _before_eager_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         return
     if is_recording() or is_recorded(optimizer):
         return
-    requested = _requested(optimizer)
+    requested = records.find(optimizer, _Requested)
     call = next(_eager_calls(optimizer, requested), None)
     if call is not None:
         _record_eager_step(optimizer, *call)
@@ -912,28 +861,29 @@ def _check_bypassing_step(optimizer: Optimizer, requested: _Requested) -> None:
 
 def _check_step_of_another(optimizer: Optimizer) -> bool:
     """Compensate or refuse a step of parameters that belong to another's; return whether there are any."""
-    asked = records.of(optimizer, _Asked)
-    if asked.calls_compiled or compiled_callables_within(true_step(optimizer)):
+    facts = records.of(optimizer, _Facts)
+    if facts.calls_compiled or compiled_callables_within(true_step(optimizer)):
         return False
-    requested = _all_requested()
+    requested = records.all_of(_Requested)
     state = records_version(), len(requested), sum(len(g["params"]) for g in optimizer.param_groups)
-    if asked.checked == state:
+    if facts.checked == state:
         return False
     owners = {id(p): other for other, _ in requested for _, p in parameter_names(other)}
     for name, p in parameter_names(optimizer):
         owner = owners.get(id(p))
         if p.grad is None or not is_low_precision(p.dtype) or (owner is None and not has_error_terms(p)):
             continue
-        if not any(_requested(inner) or is_recorded(inner) for inner in held_optimizers(optimizer)):
+        held = held_optimizers(optimizer)
+        if not any(records.has(inner, _Requested) or is_recorded(inner) for inner in held):
             _take_over_or_refuse(optimizer, name, owner)
         return True
-    asked.checked = state
+    facts.checked = state
     return False
 
 
 def _take_over_or_refuse(optimizer: Optimizer, name: str, owner: Optimizer | None) -> None:
     """Compensate an optimizer's steps if the owner of its parameters holds it; else refuse them."""
-    requested = _requested(owner)
+    requested = None if owner is None else records.find(owner, _Requested)
     if requested is not None and optimizer in held_optimizers(owner):
         reason = f"{type(owner).__name__}, which holds it, calls them outside of its own step"
         record(optimizer, requested.request, reason)
