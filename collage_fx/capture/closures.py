@@ -40,18 +40,13 @@ AROUND = (ast.Expr, ast.Assign, ast.AnnAssign, ast.NamedExpr, ast.Return, ast.ke
 class FirstCall(NamedTuple):
     """Call of a closure that a step makes once, before anything else.
 
-    Attributes:
-        name: the step's parameter for the closure.
-        is_only_returned: whether the step does nothing with the result but return it, so that it does the
-            same without a closure.
-        condition: condition under which the step calls its closure, as code; None if it always does.
-        names: global variables that the condition may use.
+    If the result ``is_only_returned``, the step does the same without a closure.
     """
 
-    name: str
+    name: str  # of the step's parameter for the closure
     is_only_returned: bool
-    condition: CodeType | None = None
-    names: Mapping[str, Any] = {}
+    condition: CodeType | None = None  # under which the step calls its closure; None if it always does
+    names: Mapping[str, Any] = {}  # global variables that the condition may use
 
     def holds(self, arguments: Mapping[str, Any]) -> bool:
         """Return whether the step calls its closure, given all of its arguments by name."""
@@ -310,10 +305,8 @@ def _is_harmless(statement: ast.stmt) -> bool:
         return all(isinstance(each, ast.Name) for each in targets) and _is_plain(statement.value)
     if not isinstance(statement, ast.Expr):
         return False
-    is_check = isinstance(statement.value, ast.Call) and isinstance(statement.value.func, ast.Attribute)
-    return _is_plain(statement.value) or (
-        is_check and statement.value.func.attr.startswith("_cuda_graph")  # type: ignore[attr-defined]
-    )
+    method = getattr(getattr(statement.value, "func", None), "attr", "")
+    return _is_plain(statement.value) or method.startswith("_cuda_graph")
 
 
 def _is_plain(value: ast.expr | None) -> bool:

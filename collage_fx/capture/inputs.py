@@ -36,11 +36,8 @@ def describe_inputs(
 ) -> list[InputInfo]:
     """Describe the inputs of an AOTAutograd graph.
 
-    Args:
-        inputs: placeholders of the graph.
-        dynamo_module: the module that Dynamo captured; its attributes are the tensors bound to the graph.
-        arguments: real arguments that Dynamo passed to the backend for the module's own inputs.
-        known: see :func:`known_tensors`.
+    The attributes of the module that Dynamo captured are the tensors bound to the graph; ``arguments`` are
+    real arguments that Dynamo passed to the backend for the module's own inputs.
     """
     argument_names = [node.name for node in dynamo_module.graph.find_nodes(op="placeholder")]
     described = []
@@ -64,19 +61,15 @@ def describe_inputs(
 def describe_input(value: Any, fallback: str, known: Mapping[int, KnownTensor], *, bound: bool) -> InputInfo:
     """Describe an input of a Dynamo graph.
 
-    Args:
-        value: a real tensor, or a number.
-        fallback: name in the graph, for a tensor that no optimizer holds.
-        known: see :func:`known_tensors`.
-        bound: whether the input is an attribute of the graph's module.
+    ``fallback`` is a name for a tensor that no optimizer holds. A ``bound`` input is an attribute of the
+    graph's module.
     """
     if not isinstance(value, Tensor):
         return _describe_number(fallback, value)
     pieces = sharding_of(value)
-    cut_from = value.numel() if pieces is not None and pieces.is_cut else 0
     is_made = records.has(value, MadeInStep)
     facts: dict[str, Any] = {
-        "cut_from": cut_from,
+        "cut_from": value.numel() if pieces is not None and pieces.is_cut else 0,
         "spans_closure": records.has(value, SpanningClosure),
         "is_made": is_made,
     }
@@ -85,10 +78,9 @@ def describe_input(value: Any, fallback: str, known: Mapping[int, KnownTensor], 
         role = Role.CARRIED if is_born and is_made else entry.role
         return InputInfo(entry.name, entry.symbol, role, value, bound, **facts, is_born=is_born)
     name = re.sub(r"^L_+|_+$", "", fallback, flags=re.IGNORECASE)
+    role = Role.CARRIED if is_made else Role.STATE
     if isinstance(value, torch.nn.Parameter):
         role = Role.PARAMETER
-    else:
-        role = Role.CARRIED if is_made else Role.STATE
     return InputInfo(name, _symbol(name), role, value, bound, **facts)
 
 

@@ -38,29 +38,22 @@ from collage_fx.torch_compat import gradient_dtype, local_tensor, original_class
 
 @dataclass
 class _Members:
-    """Gradients that the compilations of an optimizer's step have met: a part of its record.
+    """Gradients that the compilations of an optimizer's step have met: a part of its record."""
 
-    Attributes:
-        present: ``id`` of each parameter -> whether it had a gradient in the last compilation.
-        known: ``id`` of a parameter that had a gradient in any compilation -> dtype of the gradient.
-        changes: number of compilations whose set of gradients differed from the one before.
-        is_understood: whether the step consists of rows, as far as has been tried.
-        standing_in: parameters that have a placeholder gradient now.
-    """
-
+    #: ``id`` of each parameter -> whether it had a gradient in the last compilation.
     present: dict[int, bool] = field(default_factory=dict)
+    #: ``id`` of a parameter that had a gradient in any compilation -> dtype of the gradient.
     known: dict[int, torch.dtype] = field(default_factory=dict)
-    changes: int = 0
-    is_understood: bool = True
-    standing_in: list[Tensor] = field(default_factory=list)
+    changes: int = 0  # number of compilations whose set of gradients differed from the one before
+    is_understood: bool = True  # whether the step consists of rows, as far as has been tried
+    standing_in: list[Tensor] = field(default_factory=list)  # parameters that have a placeholder gradient now
 
 
 def note_gradients(optimizer: Optimizer) -> None:
     """Note which parameters have a gradient, when a compilation of the optimizer's step begins."""
     members = records.of(optimizer, _Members)
     present = {id(p): p.grad is not None for _, p in parameter_names(optimizer)}
-    if any(members.present.get(p, is_there) != is_there for p, is_there in present.items()):
-        members.changes += 1
+    members.changes += any(members.present.get(p, is_there) != is_there for p, is_there in present.items())
     members.present = present
     members.known |= {id(p): p.grad.dtype for _, p in parameter_names(optimizer) if p.grad is not None}
 

@@ -48,16 +48,10 @@ GROUPS, STATE = "param_groups", "state"
 
 @dataclass(eq=False)
 class _Numbers:
-    """Facts about the numbers in an optimizer's groups and state: a part of its record.
+    """Facts about the numbers in an optimizer's groups and state: a part of its record."""
 
-    Attributes:
-        first: each number when the step was first traced with it.
-        changed: where numbers have changed according to its checkpoint; in the state of which parameter is
-            left out.
-    """
-
-    first: dict[Place, Real] = field(default_factory=dict)
-    changed: Sequence[Place] = ()
+    first: dict[Place, Real] = field(default_factory=dict)  # when the step was first traced with the number
+    changed: Sequence[Place] = ()  # according to its checkpoint; places in state are without the parameter
 
 
 def scheduled_numbers(optimizer: Optimizer) -> Iterator[Place]:

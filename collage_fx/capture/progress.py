@@ -16,11 +16,9 @@ logger = logging.getLogger("collage_fx")
 
 @contextlib.contextmanager
 def show_progress(subject: str, *, log: bool = True) -> Iterator[None]:
-    """Context manager: show that a step is compiled; nested uses in the same thread show nothing.
+    """Context manager: show that a step of a class is compiled, in the log, too, if ``log``.
 
-    Args:
-        subject: class name of the optimizer.
-        log: whether to write a line into the log, too.
+    Nested uses in the same thread show nothing.
     """
     if log and not is_taken.get():
         logger.info("%s: compiling its step: about 10 s, or 2 s with a warm Inductor cache", subject)

@@ -22,31 +22,17 @@ from collage_fx.torch_compat import schema_of
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Signature:
-    """Facts about an operator's schema. There is one object for each operator.
-
-    Attributes:
-        operator: the operator.
-        names: names of its arguments.
-        quantities: for each argument, the meaning of a number there: ``"number"`` to calculate with,
-            ``"size"``, or ``""`` for anything else (a dimension, say).
-        writes: names of the arguments that it overwrites.
-        results: for each result ``("new", "")``, ``("same", argument)`` or ``("view", argument)``.
-        returns_several: whether it returns a tuple or a list.
-        reads_no_values: whether its result is independent of the elements of its arguments.
-        is_immediate: whether it is executed rather than recorded: see
-            :func:`~collage_fx.graph.depends_on_values`.
-        element_rule: rule for one element, if it is a ``_foreach_`` operator.
-    """
+    """Facts about an operator's schema. There is one object for each operator."""
 
     operator: Any
-    names: tuple[str, ...]
-    quantities: tuple[str, ...]
-    writes: tuple[str, ...]
-    results: tuple[tuple[str, str], ...]
-    returns_several: bool
-    reads_no_values: bool
-    is_immediate: bool
-    element_rule: Callable[..., Any] | None
+    names: tuple[str, ...]  # of its arguments
+    quantities: tuple[str, ...]  # meaning of a number in each argument: see :func:`_quantity`
+    writes: tuple[str, ...]  # names of the arguments that it overwrites
+    results: tuple[tuple[str, str], ...]  # each ("new", ""), ("same", argument) or ("view", argument)
+    returns_several: bool  # a tuple or a list
+    reads_no_values: bool  # whether its result is independent of the elements of its arguments
+    is_immediate: bool  # executed rather than recorded: see :func:`~collage_fx.graph.depends_on_values`
+    element_rule: Callable[..., Any] | None  # of a ``_foreach_`` operator, for one element
 
     def __repr__(self) -> str:
         return str(self.operator)
@@ -82,7 +68,10 @@ def signature_of(operator: Any) -> Signature:
 
 
 def _quantity(kind: Any) -> str:
-    """Return the meaning of a number in an argument of some type: see :class:`Signature`."""
+    """Return the meaning of a number in an argument of some type.
+
+    It is ``"number"`` to calculate with, ``"size"``, or ``""`` for anything else (a dimension, say).
+    """
     if kind.kind() in ("ListType", "OptionalType"):
         return _quantity(kind.getElementType())
     kinds = {"NumberType": "number", "FloatType": "number", "TensorType": "number", "SymIntType": "size"}

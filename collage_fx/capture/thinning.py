@@ -53,13 +53,7 @@ class ListRows:
     def __init__(self, thinned: Sequence[ThinnedLists]) -> None:
         self.thinned = thinned
         self.come_and_go = any(lists.come_and_go for lists in thinned)
-        self.cells: dict[int, Cell] = {
-            id(value): (t, c, r)
-            for t, lists in enumerate(thinned)
-            for r, row in enumerate(lists.rows)
-            for c, value in enumerate(row)
-            if value is not None
-        }
+        self.cells: dict[int, Cell] = {}
         #: (set, traced row) -> rows left out that it stands for.
         self.stands_for: dict[tuple[int, int], list[int]] = {}
         #: (set, first row of a layout) -> the second row of the layout.
@@ -67,6 +61,7 @@ class ListRows:
         for t, lists in enumerate(thinned):
             first: dict[Hashable, int] = {}
             for r, row in enumerate(lists.rows):
+                self.cells |= {id(value): (t, c, r) for c, value in enumerate(row) if value is not None}
                 of = first.setdefault(tuple(map(layout_of, row)), r)
                 if r not in lists.kept:
                     self.stands_for.setdefault((t, of), []).append(r)
@@ -76,7 +71,7 @@ class ListRows:
     def parameter_beside(self, value: Any) -> Any:
         """Return the parameter in the row of a tensor."""
         t, _, r = self.cells[id(value)]
-        return self.thinned[t].rows[r][0]
+        return self.value((t, 0, r))
 
     def value(self, cell: Cell) -> Any:
         """Return the tensor of a cell."""
@@ -101,12 +96,9 @@ class ListRows:
         left_out = [(t, row, first) for (t, first), rows in self.stands_for.items() for row in rows]
         for t, row, first in sorted(each for each in left_out if each[::2] in columns):
             before = max(r for u, r in columns if u == t and r < row)
-            behind[last[t, before]] += [self._named((t, c, row)) for c in columns[t, first]]
+            for c in columns[t, first]:
+                behind[last[t, before]].append((f"list_{t}_{c}_row_{row}", self.value((t, c, row))))
         return [each for i, given in enumerate(inputs) for each in (given, *behind[i])]
-
-    def _named(self, cell: Cell) -> tuple[str, Any]:
-        """Return a tensor of a row left out, with a name."""
-        return "list_{}_{}_row_{}".format(*cell), self.value(cell)
 
 
 def is_plain(value: Tensor) -> bool:
