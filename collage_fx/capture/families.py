@@ -34,7 +34,7 @@ family of one, and the report shows the reason.
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -62,33 +62,19 @@ MODES = frozenset({SET_GRAD_ENABLED})
 
 @dataclass(frozen=True)
 class Families:
-    """A module of one component of each family, and the way in which the whole graph is made of them.
+    """A module of one component of each family, and the way in which the whole graph is made of them."""
 
-    Attributes:
-        module: the graph of the first component of each family.
-        arguments: arguments of ``module``.
-        inputs: inputs of the whole graph, in AOTAutograd's order: parameters and buffers, then arguments.
-        bound: number of inputs that are attributes of the module, hence the same tensors in every call.
-        gradients: index of a gradient that Dynamo does not pass as an argument -> index of its parameter.
-        infos: names and roles of the inputs.
-        members: for each member of the repetition the indices of its gradient and its parameter; empty unless
-            gradients come and go.
-        distributed: index of an input that is a DTensor -> its sharding; ``module`` has the local shards.
-        origins: for each input of ``module``, its source in the form of
-            :func:`~collage_fx.torch_compat.aot_input_of`.
-        repetition: recurrence of the inputs of ``module``, in the order of ``origins``, and of its results.
-    """
-
-    module: GraphModule
-    arguments: tuple[Any, ...]
-    inputs: tuple[Any, ...]
-    bound: int
-    gradients: Mapping[int, int]
+    module: GraphModule  # the graph of the first component of each family, on local shards
+    arguments: tuple[Any, ...]  # of ``module``
+    inputs: tuple[Any, ...]  # of the whole graph, in AOTAutograd's order: parameters, buffers, arguments
+    bound: int  # number of inputs that are attributes of the module, hence the same tensors in every call
+    gradients: Mapping[int, int]  # index of a gradient that is not passed -> index of its parameter
+    #: Indices of gradient and parameter of each member of the repetition; empty unless gradients come and go.
     members: tuple[tuple[int, int], ...]
-    infos: tuple[InputInfo, ...]
-    distributed: Mapping[int, Sharding]
-    origins: tuple[tuple[str, str | int], ...]
-    repetition: Repetition
+    infos: tuple[InputInfo, ...]  # names and roles of the inputs
+    distributed: Mapping[int, Sharding]  # index of an input that is a DTensor -> its sharding
+    origins: tuple[tuple[str, str | int], ...]  # of each input of ``module``: see ``aot_input_of``
+    repetition: Repetition  # of the inputs of ``module``, in the order of ``origins``, and of its results
 
 
 #: ``(inputs, names, number of bound inputs)`` -> for each its description, and facts that equal inputs share.
@@ -121,17 +107,11 @@ def families_of(
 
 @dataclass
 class _Component:
-    """A connected component of the graph's operations.
+    """A connected component of the graph's operations."""
 
-    Attributes:
-        nodes: operations in the order of the graph, without inputs.
-        inputs: indices of the inputs that no other component reads, in the order in which they are read.
-        results: nodes that the graph returns.
-    """
-
-    nodes: list[Node] = field(default_factory=list)
-    inputs: list[int] = field(default_factory=list)
-    results: list[Node] = field(default_factory=list)
+    nodes: list[Node] = field(default_factory=list)  # operations in the order of the graph
+    inputs: list[int] = field(default_factory=list)  # that no other component reads, as they are first read
+    results: list[Node] = field(default_factory=list)  # nodes that the graph returns
 
 
 class _Search:
@@ -147,6 +127,7 @@ class _Search:
         bound = dict(each for named in attributes for each in rows.with_rows_left_out(named))
         given = dict(rows.with_rows_left_out(passed))
         self.inputs = (*bound.values(), *given.values())
+        self.index_by_id = {id(value): i for i, value in enumerate(self.inputs)}
         self.names = (*bound, *given)
         self.bound = len(bound)
         #: Index of an input that is a DTensor -> its sharding.
@@ -156,12 +137,10 @@ class _Search:
             if isinstance(value, Tensor) and (pieces := sharding_of(value)) is not None
         }
         index_of = {name: index for index, name in enumerate(bound)}
-        #: Node -> index of the input; None for an attribute that is no parameter or buffer.
-        self.index: dict[Node, int | None] = {
-            node: index_of.get(str(node.target)) for node in gm.graph.find_nodes(op="get_attr")
-        }
+        #: Node -> index of the input; -1 for an attribute that is no parameter or buffer.
+        self.index = {node: index_of.get(str(node.target), -1) for node in gm.graph.find_nodes(op="get_attr")}
         argument_indices = {name: self.bound + i for i, name in enumerate(given)}
-        self.index.update({node: argument_indices.get(node.name) for node in placeholders})
+        self.index |= {node: argument_indices.get(node.name, -1) for node in placeholders}
         #: Nodes that are numbers computed from inputs and other numbers alone.
         self.numbers: set[Node] = set()
         self._computed: dict[Node, int] = {}
@@ -173,13 +152,13 @@ class _Search:
         if not self.are_arguments_understood:
             return Reason("Dynamo passes other arguments than the graph takes")
         for node, index in self.index.items():
-            if index is None:
+            if index < 0:
                 return Reason.at(node, "it is neither a parameter nor a buffer nor an argument")
         return self._input_not_understood() or self._operation_not_understood()
 
     def _input_not_understood(self) -> Reason | None:
         """Return the first input of an unknown kind, or in the memory of another; None if there is none."""
-        traced = {id(self.inputs[index]) for index in self.index.values() if index is not None}
+        traced = {id(self.inputs[index]) for index in self.index.values()}
         pieces = []
         for name, value in zip(self.names, self.inputs, strict=True):
             if id(value) not in traced and not self.rows.is_left_out(value):
@@ -218,12 +197,9 @@ class _Search:
     def families(self) -> list[list[_Component]]:
         """Group the components by family; families come in the order of their first components."""
         found = self._components()
-        readers: dict[int, set[int]] = defaultdict(set)
-        for i, component in enumerate(found):
-            for index in component.inputs:
-                readers[index].add(i)
-        self.common = {index for index, reading in readers.items() if len(reading) > 1}
-        self.common |= {self._index_of(n) for number in self.numbers for n in self._inputs_of(number)}
+        readers = Counter(index for component in found for index in component.inputs)
+        self.common = {index for index, count in readers.items() if count > 1}
+        self.common |= {index for number in self.numbers for index in self._read_by(number)}
         self.common |= {i for i, value in enumerate(self.inputs) if not isinstance(value, Tensor)}
         self.order = found
         families: dict[Hashable, list[_Component]] = {}
@@ -263,7 +239,6 @@ class _Search:
         """
         if not self.rows.thinned:
             return True
-        index_by_id = {id(value): i for i, value in enumerate(self.inputs)}
         members: dict[tuple[int, int], list[tuple[int, tuple[int, ...]]]] = defaultdict(list)
         rows: dict[int, tuple[int, int]] = {}
         for f, family in enumerate(families):
@@ -281,7 +256,7 @@ class _Search:
                 return False
             for row in left_out:
                 for f, columns in members[t, r]:
-                    own = [index_by_id[id(self.rows.value((t, c, row)))] for c in columns]
+                    own = [self.index_by_id[id(self.rows.value((t, c, row)))] for c in columns]
                     first = families[f][0].inputs
                     if [self._input(i) for i in own] != [self._input(i) for i in first]:
                         return False
@@ -308,9 +283,8 @@ class _Search:
         returned = set(self._returned())
         found = []
         for nodes in components(operations, self._connecting):
-            read = [self._index_of(operand) for node in nodes for operand in self._inputs_of(node)]
-            results = [node for node in nodes if node in returned]
-            found.append(_Component(nodes, list(dict.fromkeys(read)), results))
+            read = dict.fromkeys(index for node in nodes for index in self._read_by(node))
+            found.append(_Component(nodes, list(read), [node for node in nodes if node in returned]))
         return found
 
     def _connecting(self, node: Node) -> Iterator[Node]:
@@ -326,16 +300,12 @@ class _Search:
         A 0-d tensor may be one number for all of them, such as ``lr``, unless an operation seems to write to
         it. If that guess is wrong, the graph is compiled whole.
         """
-        value = self.inputs[self._index_of(node)]
+        value = self.inputs[self.index[node]]
         return isinstance(value, Tensor) and (value.dim() > 0 or any(map(_seems_to_change, node.users)))
 
-    def _inputs_of(self, node: Node) -> Iterator[Node]:
-        return (operand for operand in node.all_input_nodes if operand in self.index)
-
-    def _index_of(self, node: Node) -> int:
-        index = self.index[node]
-        assert index is not None
-        return index
+    def _read_by(self, node: Node) -> list[int]:
+        """Return the indices of the inputs that an operation reads."""
+        return [self.index[operand] for operand in node.all_input_nodes if operand in self.index]
 
     def _key(self, component: _Component) -> Hashable:
         """Return a key that is equal for components that do the same to tensors of equal layout and role."""
@@ -347,23 +317,21 @@ class _Search:
                 return "result", local[node]
             if node in self.numbers:
                 return self._number(node)
-            index = self._index_of(node)
+            index = self.index[node]
             return ("own", own[index]) if index in own else ("common", index)
 
-        operations = tuple(
-            (node.target, _described(node.args, named), _described(node.kwargs, named))
-            for node in component.nodes
-        )
+        nodes = component.nodes
+        operations = tuple((node.target, _described((node.args, node.kwargs), named)) for node in nodes)
         layouts = tuple(map(self._input, component.inputs))
         return operations, layouts, tuple(local[node] for node in component.results)
 
     def _number(self, node: Node) -> Hashable:
         """Return a key that is equal for numbers that are computed alike from the same inputs."""
         if node not in self.numbers:
-            return "common", self._index_of(node)
+            return "common", self.index[node]
         if node not in self._computed:
-            described = (_described(each, self._number) for each in (node.args, node.kwargs))
-            self._computed[node] = self._known.setdefault((node.target, *described), len(self._known))
+            key = node.target, _described((node.args, node.kwargs), self._number)
+            self._computed[node] = self._known.setdefault(key, len(self._known))
         return "number", self._computed[node]
 
     def result(self, families: list[list[_Component]], infos: tuple[InputInfo, ...]) -> Families | Reason:
@@ -371,15 +339,12 @@ class _Search:
         family_of = {id(c): (f, m) for f, family in enumerate(families) for m, c in enumerate(family)}
         first = [family[0] for family in families]
         indices = sorted({index for component in first for index in component.inputs} | self.common)
-        copies: list[tuple[int, ...]] = [(index,) for index in indices]
-        owners: list[int | None] = [None] * len(indices)
-        position = {index: i for i, index in enumerate(indices)}
+        copies: dict[int, tuple[int, ...]] = {index: (index,) for index in indices}
+        owners: dict[int, int | None] = dict.fromkeys(indices)
         for f, family in enumerate(families):
-            for i, index in enumerate(family[0].inputs):
-                copies[position[index]] = tuple(component.inputs[i] for component in family)
-                owners[position[index]] = f
-        unread = set(range(len(self.inputs))) - {index for each in copies for index in each}
-        if unread:
+            for members_inputs in zip(*(component.inputs for component in family), strict=True):
+                copies[members_inputs[0]], owners[members_inputs[0]] = members_inputs, f
+        if unread := {*range(len(self.inputs))}.difference(*copies.values()):
             return Reason("no update reads this input", self.names[min(unread)])
         gradients = self._gradients()
         for index, parameter in gradients.items():
@@ -396,12 +361,12 @@ class _Search:
         outputs: dict[Node, tuple[int, int]] = {}
         for component in self.order:
             f, m = family_of[id(component)]
-            for node, of_first in zip(component.results, families[f][0].results, strict=True):
+            for node, of_first in zip(component.results, first[f].results, strict=True):
                 outputs[node] = (number[of_first], m)
         repetition = Repetition(
             inputs=len(self.inputs),
-            copies=tuple(copies),
-            owners=tuple(owners),
+            copies=tuple(copies.values()),
+            owners=tuple(owners.values()),
             members=tuple(family_of[id(component)] for component in self.order),
             outputs=tuple(outputs[node] for node in self._returned()),
         )
@@ -410,15 +375,14 @@ class _Search:
             if node in self.numbers and not kept.isdisjoint(node.users):
                 kept.add(node)
         module = self._module(set(indices), kept, results)
-        own_arguments = [index for index in indices if index >= self.bound]
+        arguments = tuple(
+            local_tensor(value) if isinstance(value, Tensor) else value
+            for value in (self.inputs[index] for index in indices if index >= self.bound)
+        )
         origins: list[tuple[str, str | int]] = [
             ("attribute", self.names[index]) for index in indices if index < self.bound
         ]
-        origins += [("argument", i) for i in range(len(own_arguments))]
-        arguments = tuple(
-            local_tensor(value) if isinstance(value, Tensor) else value
-            for value in (self.inputs[index] for index in own_arguments)
-        )
+        origins += [("argument", i) for i in range(len(arguments))]
         return Families(
             module,
             arguments,
@@ -439,11 +403,9 @@ class _Search:
         """
         if not self.rows.come_and_go:
             return ()
-        index_by_id = {id(value): i for i, value in enumerate(self.inputs)}
-        parameters = (
-            self.rows.parameter_beside(self.inputs[component.inputs[0]]) for component in self.order
-        )
-        return tuple((index_by_id.get(id(p.grad), -1), index_by_id.get(id(p), -1)) for p in parameters)
+        first = (self.inputs[component.inputs[0]] for component in self.order)
+        pairs = ((p.grad, p) for p in map(self.rows.parameter_beside, first))
+        return tuple((self.index_by_id.get(id(g), -1), self.index_by_id.get(id(p), -1)) for g, p in pairs)
 
     def _gradients(self) -> dict[int, int]:
         """Map the gradients of rows that were not traced to the indices of their parameters."""
