@@ -14,7 +14,8 @@ from __future__ import annotations
 
 import itertools
 from collections import defaultdict
-from collections.abc import Iterable, Sequence, ValuesView
+from collections.abc import Iterable, Sequence
+from types import SimpleNamespace
 
 import torch
 from torch import Tensor
@@ -41,7 +42,7 @@ from collage_fx.graph import (
 )
 from collage_fx.numerics import is_low_precision
 from collage_fx.runtime import refuse_layout
-from collage_fx.state import KnownTensor, is_packed, parameter_names
+from collage_fx.state import KnownTensor, held_optimizers, is_packed, parameter_names
 from collage_fx.torch_compat import (
     OTHER_VERSIONS,
     aot_input_of,
@@ -156,7 +157,7 @@ def refuse_uninitialized(optimizer: Optimizer) -> None:
     held = [
         f"optimizer.{name}{'' if isinstance(value, Optimizer) else '[...]'}"
         for name, value in vars(optimizer).items()
-        if any(isinstance(each, Optimizer) for each in _elements(value))
+        if held_optimizers(SimpleNamespace(value=value))
     ]
     raise UnsupportedOptimizerError(
         f"{label} does not call Optimizer.__init__: torch cannot compile its step",
@@ -166,12 +167,6 @@ def refuse_uninitialized(optimizer: Optimizer) -> None:
         if held
         else CALL_INIT,
     )
-
-
-def _elements(value: object) -> Iterable[object]:
-    """Return the elements of a list or a dictionary; any other value alone."""
-    values = value.values() if isinstance(value, dict) else value
-    return values if isinstance(values, (list, tuple, ValuesView)) else (value,)
 
 
 def refuse_overlaps(known: Iterable[KnownTensor]) -> None:
@@ -211,10 +206,8 @@ def first_overlap(tensors: Iterable[tuple[str, Tensor]]) -> tuple[str, str] | No
 def refuse_aliases(gm: GraphModule, inputs: Sequence[InputInfo], known: Iterable[KnownTensor]) -> None:
     """Raise if a low-precision input that a captured graph mutates shares memory with another.
 
-    Args:
-        gm: AOTAutograd's graph, in which such inputs have been replaced by their common base.
-        inputs: description of each placeholder.
-        known: tensors that the step can reach, for the message.
+    In AOTAutograd's graph ``gm``, such inputs have been replaced by their common base. ``known`` are tensors
+    that the step can reach, for the message.
     """
     names = {node: info.name for node, info in zip(placeholders(gm.graph), inputs, strict=True)}
     for node in assignments(gm.graph):
@@ -231,14 +224,9 @@ def refuse_aliases(gm: GraphModule, inputs: Sequence[InputInfo], known: Iterable
 def refuse_unsupported(gm: GraphModule, inputs: Sequence[InputInfo], *, packs: bool) -> None:
     """Raise for the first mutated input of a kind for which compensated arithmetic is not defined.
 
-    Args:
-        gm: a captured graph.
-        inputs: description of each placeholder.
-        packs: whether state of float32 parameters may be packed.
-
     Raises:
         UnsupportedTensorError: a complex or integer parameter, or low-precision state on an untested device,
-            or float32 state that may be packed.
+            or float32 state that may be packed (``packs``).
     """
     stores = copies_to_inputs(gm.graph)
     for node, info in zip(placeholders(gm.graph), inputs, strict=True):
