@@ -216,17 +216,11 @@ class _Requested:
 
 @dataclass(eq=False)
 class _Facts:
-    """Facts about the steps of an optimizer: a part of its record.
+    """Facts about the steps of an optimizer: a part of its record."""
 
-    Attributes:
-        calls_compiled: whether its step runs eagerly and calls compiled code.
-        checked: state of all records when it was found to have no parameters of another's compensated step.
-        is_traced_again: whether it has been traced again after an exception that Dynamo would raise.
-    """
-
-    calls_compiled: bool = False
-    checked: Any = None
-    is_traced_again: bool = False
+    calls_compiled: bool = False  # whether its step runs eagerly and calls compiled code
+    checked: Any = None  # state of all records when it had no parameters of another's compensated step
+    is_traced_again: bool = False  # after an exception that Dynamo would raise
 
 
 def _request(optimizer: Optimizer, requested: _Requested) -> _Requested:
@@ -835,20 +829,19 @@ def _check_bypassing_step(optimizer: Optimizer, requested: _Requested) -> None:
         return
     stepped = ((name, p) for name, p in parameter_names(optimizer) if p.grad is not None)
     if requested.is_compiled:
+        there = (
+            "although a compiled step keeps error terms of this optimizer's parameters, which an eager step "
+            "would neither use nor keep up"
+        )
         first = next((name for name, p in stepped if record_of(p)), None)
     else:
+        there = "twice, and the compiled step that torch.compile returned has not: nothing is compensated"
         first = next((name for name, p in stepped if is_low_precision(p.dtype)), None)
         if first is not None and not requested.is_called:
             requested.is_called = True
             return
     if first is None:
         return
-    there = (
-        "although a compiled step keeps error terms of this optimizer's parameters, which an eager step "
-        "would neither use nor keep up"
-        if requested.is_compiled
-        else "twice, and the compiled step that torch.compile returned has not: nothing is compensated"
-    )
     refusal = EagerStepError(
         f"{type(optimizer).__name__}.step() has been called eagerly, {there}",
         where=first,
