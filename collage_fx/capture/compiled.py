@@ -21,9 +21,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.fx import GraphModule
 
-from collage_fx.capture.segment import RecordedFunction, Together
+from collage_fx.capture.segment import RecordedFunction
 from collage_fx.capture.stale_code import CompiledCode, compiling_for
 from collage_fx.torch_compat import BurnedIn, SymbolicScope, compiling
 
@@ -32,33 +33,22 @@ class NotByFamily(Exception):
     """A graph of several components cannot be compiled by family."""
 
 
-#: Function that compiles a graph, given example values of its inputs, to a callable of such values.
-CompileGraph = Callable[[GraphModule, Sequence[Any]], Callable[..., Any]]
+#: Function that compiles a graph, given example values of its inputs, to a callable of such values. If the
+#: last argument is true, equal updates become one, or it raises :class:`NotByFamily`.
+CompileGraph = Callable[[GraphModule, Sequence[Any], bool], Callable[..., Any]]
 
 
 @dataclass(frozen=True)
 class Compiled:
-    """Code for functions that differ in tensors, in some numbers, and perhaps in sizes.
+    """Code for functions that differ in tensors, in some numbers, and perhaps in sizes."""
 
-    Attributes:
-        code: takes the tensors, then the input numbers as 0-d tensors, then the sizes.
-        constants: position -> number that the code has as a constant.
-        inputs: positions of the other numbers.
-        burned_in: positions of numbers that could not be made inputs.
-        takes_sizes: whether sizes are inputs.
-        holds: checks decisions of the trace against other inputs; None if the trace made none.
-        owner: says when it is stale.
-        bound: values of the function that the code has as its own tensors.
-    """
-
-    code: Callable[..., Any]
-    constants: dict[int, float]
-    inputs: tuple[int, ...]
-    burned_in: frozenset[int]
+    code: Callable[..., Any]  # takes the tensors, then the input numbers as 0-d tensors, then the sizes
+    constants: dict[int, float]  # position -> number that the code has as a constant
+    inputs: tuple[int, ...]  # positions of the other numbers
+    burned_in: frozenset[int]  # positions of numbers that could not be made inputs
     takes_sizes: bool
-    holds: Callable[[Sequence[Any]], bool] | None
-    owner: CompiledCode
-    bound: Collection[int] = ()
+    holds: Callable[[Sequence[Any]], bool] | None  # whether decisions of the trace hold for other inputs
+    owner: CompiledCode  # says when it is stale
 
     def fits(self, function: RecordedFunction) -> bool:
         """Return whether the code computes a function."""
@@ -69,35 +59,29 @@ class Compiled:
         if self.holds is None:
             return True
         inputs = [numbers[i] for i in self.inputs]
-        return self.holds([*function.passed(self.bound), *inputs, *self._sizes(function)])
+        return self.holds([*function.passed(), *inputs, *self._sizes(function)])
 
     def __call__(self, function: RecordedFunction) -> None:
         """Call the code on a function's tensors, numbers and sizes."""
-        numbers: Sequence[torch.Tensor] = ()
+        numbers: Sequence[Tensor] = ()
         if self.inputs:
             values = [function.numbers[i] for i in self.inputs]
             numbers = torch.tensor(values, dtype=torch.float64).unbind()
-        self.code(*function.passed(self.bound), *numbers, *self._sizes(function))
+        self.code(*function.passed(), *numbers, *self._sizes(function))
 
     def _sizes(self, function: RecordedFunction) -> Sequence[int]:
         return function.sizes if self.takes_sizes else ()
 
 
 def compiled_for(
-    function: RecordedFunction,
-    compile_graph: CompileGraph,
-    changed: Collection[int],
-    *,
-    takes_sizes: bool,
-    together: Together | None = None,
+    function: RecordedFunction, compile_graph: CompileGraph, changed: Collection[int], *, takes_sizes: bool
 ) -> Compiled:
     """Compile a function, and with it all functions that differ in the same numbers.
 
     ``changed`` are the positions of the numbers that have been seen to change, which become inputs. If
     ``takes_sizes``, the code is to take any sizes.
     """
-    numbers = function.numbers
-    bound, shared = ({}, {}) if together is None else (together.bound, together.shared)
+    numbers, shared = function.numbers, function.shared
     burned_in: frozenset[int] = frozenset()
     owner = CompiledCode()
     while True:
@@ -107,17 +91,14 @@ def compiled_for(
         values = [*(numbers[i] for i in inputs), *(function.sizes if takes_sizes else ())]
         try:
             with compiling(), scope, compiling_for(owner):
-                tensors = [scope.input(tensor, has_symbols=takes_sizes) for tensor in function.passed(bound)]
+                tensors = [scope.input(tensor, has_symbols=takes_sizes) for tensor in function.passed()]
                 examples = [*tensors, *map(scope.input, values)]
-                module = function.module(inputs, takes_sizes=takes_sizes, together=together, scope=scope)
-                code = compile_graph(module, examples)
+                module = function.module(inputs, takes_sizes=takes_sizes, scope=scope)
+                code = compile_graph(module, examples, function.is_together)
         except BurnedIn as found:
             found_here = {i for i, s in zip(inputs, scope.floats, strict=True) if s in found.symbols}
             assert found_here, "only inputs can be burned in"
             burned_in |= found_here
             continue
         constants = {i: value for i, value in enumerate(numbers) if shared.get(i, i) not in inputs}
-        guard = scope.guard()
-        for component in () if together is None else together.owners:
-            component.within.append(owner)
-        return Compiled(code, constants, inputs, burned_in, takes_sizes, guard, owner, frozenset(bound))
+        return Compiled(code, constants, inputs, burned_in, takes_sizes, scope.guard(), owner)

@@ -28,6 +28,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
+from functools import partial
 from itertools import groupby
 from operator import itemgetter
 from typing import Any
@@ -51,11 +52,9 @@ from collage_fx.capture.patterns import (
     Value,
     found_in,
     layout_of,
-    positions_in,
-    positions_of,
 )
 from collage_fx.capture.recorder import Recorder
-from collage_fx.capture.segment import Deferred, RecordedFunction, Segment, Spec, Together, is_whole, real
+from collage_fx.capture.segment import UNREFERENCED, Deferred, RecordedFunction, Segment, Spec, is_whole, real
 from collage_fx.graph import is_matrix_product
 from collage_fx.state import has_error_terms, records_version
 from collage_fx.torch_compat import fused_operator, has_storage, is_wrapper_class, run_unfused, storage_of
@@ -70,33 +69,21 @@ class Matcher(TorchFunctionMode):
     ``torch_compat/fused_updates.py``.
 
     Args:
-        recorder: the recorder, a mode that is entered before this one.
+        recorder: a mode that is entered before this one.
         is_gradient: tells whether a tensor is the gradient of a parameter.
-        compile_together: compiles a graph whose equal updates become one; raises :class:`NotByFamily`.
         binds: whether code may hold the optimizer's tensors, and lives no longer than the optimizer.
-
-    Attributes:
-        has_matched: whether all calls of the last step have been matched.
     """
 
-    def __init__(
-        self,
-        recorder: Recorder,
-        is_gradient: Callable[[Tensor], bool],
-        compile_together: Callable[..., Any],
-        *,
-        binds: bool,
-    ) -> None:
+    def __init__(self, recorder: Recorder, is_gradient: Callable[[Tensor], bool], *, binds: bool) -> None:
         super().__init__()
         self._recorder = recorder
         self._is_gradient = is_gradient
-        self._compile_together = compile_together
         self._binds = binds
         self._patterns: list[list[Pattern]] = []
         self._added: list[Pattern] = []
         self._segments = 0
         self._default_dtype = torch.get_default_dtype()
-        self.has_matched = False
+        self.has_matched = False  # whether all calls of the last step have been matched
         self._is_in_step = False
         self._is_matching = False
         self._begin_segment(is_matchable=False)
@@ -128,7 +115,7 @@ class Matcher(TorchFunctionMode):
             recorder.flushed.clear()
             recorder.flush()
             self._add_pattern(None)
-        recorder.flushed.clear()
+        recorder.flushed.clear()  # views in segments keep tensors from being settled
         recorder.finish(successfully=successfully)
         self._begin_segment(is_matchable=False)
 
@@ -142,7 +129,6 @@ class Matcher(TorchFunctionMode):
         """Execute the operations that have been recorded or matched so far."""
         self._record()
         self._recorder.flush()
-        self._recorder.flushed.clear()
         self._begin_segment()
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -150,15 +136,20 @@ class Matcher(TorchFunctionMode):
         if not self._is_in_step or self._recorder.is_dispatching or func in METADATA:
             return func(*args, **kwargs)
         if self._pattern is not None:
-            if not torch.is_grad_enabled() and (call := self._matched(func, args, kwargs)) is not None:
+            called = (func, (*args, *kwargs.values()), tuple(kwargs)) if kwargs else (func, args, ())
+            if not torch.is_grad_enabled() and (call := self._matched(*called)) is not None:
                 return self._result_of(call, args, kwargs)
-            if self._is_at_end((func, args, kwargs)):
-                return self._ended(self._pattern, args, kwargs)
+            if self._is_at_end(called):
+                self._run(self._pattern)
+                result = self._called(func, args, kwargs)
+                self._begin_after(result)
+                return result
             self._record()
         return self._recorded(func, args, kwargs)
 
     def _begin_segment(self, *, is_matchable: bool = True) -> None:
         """Begin a segment, which may be matched, or become a pattern."""
+        self._recorder.flushed.clear()
         self._is_noting = is_matchable and self._is_matching
         self._siblings: list[Pattern] = []
         if self._is_noting:
@@ -185,35 +176,26 @@ class Matcher(TorchFunctionMode):
 
     # -- calls that are matched
 
-    def _matched(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Call | None:
-        """Return the pattern's next call if this is the same, and go on behind it; try other patterns."""
+    def _matched(self, func: Any, values: Any, names: tuple[str, ...]) -> Call | None:
+        """Return a pattern's next call if it is this call; go on with that pattern."""
         first, i = self._pattern, self._next
         assert first is not None
-        values, names = ((*args, *kwargs.values()), tuple(kwargs)) if kwargs else (args, ())
         if i < len(first.calls) and self._is_same(first, first.calls[i], func, values, names):
-            return first.calls[i]
-        for pattern in self._alike(i):
+            return first.calls[i]  # as most calls do
+        for pattern in self._alike():
             if i < len(pattern.calls) and self._is_same(pattern, pattern.calls[i], func, values, names):
                 self._change_to(pattern)
                 return pattern.calls[i]
         return None
 
-    def _is_at_end(self, call: tuple[Any, Any, dict[str, Any]] | None) -> bool:
+    def _is_at_end(self, called: tuple[Any, Any, tuple[str, ...]] | None) -> bool:
         """Return whether a pattern ends here, and its code fits; go on with that pattern."""
-        assert self._pattern is not None
-        i = self._next
-        for pattern in (self._pattern, *self._alike(i)):
-            if i != len(pattern.calls) or (pattern.end is None) != (call is None):
+        for pattern in self._alike():
+            if self._next != len(pattern.calls) or (pattern.end is None) != (called is None):
                 continue
-            if call is not None:
-                func, args, kwargs = call
-                assert pattern.end is not None
-                values = (*args, *kwargs.values())
-                if not self._is_same(pattern, pattern.end, func, values, tuple(kwargs)):
-                    continue
-            if pattern is not self._pattern:
+            if pattern.end is None or called is None or self._is_same(pattern, pattern.end, *called):
                 self._change_to(pattern)
-            return self._fits(pattern)
+                return self._fits(pattern)
         return False
 
     def _is_same(self, pattern: Pattern, call: Call, func: Any, values: Any, names: tuple[str, ...]) -> bool:
@@ -245,10 +227,9 @@ class Matcher(TorchFunctionMode):
             return value is self._objects[template]
         if kind is Given:
             value = real(value)
-            place = self._places.get(id(value))
-            if place is None and template == len(self._given) and isinstance(value, Tensor):
+            if template == len(self._given) and id(value) not in self._places and isinstance(value, Tensor):
                 return Spec.of(value) == pattern.specs[template] and self._meet(value) == template
-            return place == template
+            return self._places.get(id(value)) == template
         if kind is Number:
             if not pattern.takes(template, value):
                 return False
@@ -263,10 +244,11 @@ class Matcher(TorchFunctionMode):
         return type(value) is kind and bool(value == template)
 
     def _meet(self, tensor: Tensor) -> int:
-        """Note a real tensor; return its place."""
-        place = self._places[id(tensor)] = len(self._given)
-        self._given.append(tensor)
-        return place
+        """Return the place of a real tensor, which is noted if it is new."""
+        if id(tensor) not in self._places:
+            self._places[id(tensor)] = len(self._given)
+            self._given.append(tensor)
+        return self._places[id(tensor)]
 
     def _result_of(self, call: Call, args: Any, kwargs: dict[str, Any]) -> Any:
         """Return the result of a matched call."""
@@ -306,8 +288,7 @@ class Matcher(TorchFunctionMode):
         if isinstance(result, Tensor):
             if type(result) is Deferred and result.executed is None:
                 return type(template) is Value and result is self._objects[template]
-            place = self._places.get(id(result))
-            place = self._meet(result) if place is None else place
+            place = self._meet(result)
             return type(template) is Given and template == place and Spec.of(result) == pattern.specs[place]
         if type(result) in (list, tuple):
             return (
@@ -317,22 +298,25 @@ class Matcher(TorchFunctionMode):
             )
         return type(template) not in (Value, Given, list)
 
-    def _alike(self, calls: int) -> Iterator[Pattern]:
-        """Yield the other patterns that begin with the same calls and fit the numbers so far."""
+    def _alike(self) -> Iterator[Pattern]:
+        """Yield the pattern, and others that begin with the same calls and fit the numbers so far."""
+        first, i = self._pattern, self._next
+        assert first is not None
+        yield first
         for pattern in self._siblings:
             if (
-                pattern is not self._pattern
-                and self._pattern is not None
-                and pattern.calls[:calls] == self._pattern.calls[:calls]
-                and pattern.specs[: len(self._given)] == self._pattern.specs[: len(self._given)]
-                and all(pattern.takes(i, number) for i, number in enumerate(self._numbers))
+                pattern is not first
+                and pattern.calls[:i] == first.calls[:i]
+                and pattern.specs[: len(self._given)] == first.specs[: len(self._given)]
+                and all(pattern.takes(j, number) for j, number in enumerate(self._numbers))
             ):
                 yield pattern
 
     def _change_to(self, pattern: Pattern) -> None:
-        """Go on with another pattern that has the same calls so far."""
+        """Go on with a pattern that has the same calls so far."""
         before, objects = self._pattern, self._objects
-        assert before is not None
+        if before is None or before is pattern:
+            return
         self._go_on_with(pattern)
         for call in pattern.calls[: self._next]:
             for number in found_in(Value, call.result):
@@ -347,7 +331,8 @@ class Matcher(TorchFunctionMode):
     def _fits(self, pattern: Pattern) -> bool:
         """Return whether the code of a pattern, all of whose calls are matched, computes the same."""
         objects, is_current = self._objects, records_version() == pattern.version
-        if any(sys.getrefcount(objects[number]) > _UNREFERENCED for number in pattern.passing):
+        # The pattern and the step reference them.
+        if any(sys.getrefcount(objects[number]) > UNREFERENCED + 1 for number in pattern.passing):
             return False
         numbers, given = self._numbers, self._given
         if any(numbers[i] != numbers[j] for i, j in pattern.equal):
@@ -396,7 +381,7 @@ class Matcher(TorchFunctionMode):
         """Return the numbers of a pattern's operations in this step."""
         return [
             known if source is None else float(self._numbers[source])
-            for known, source in zip(pattern.operands, pattern.sources, strict=True)
+            for known, source in zip(pattern.segment.numbers, pattern.sources, strict=True)
         ]
 
     def _tensor_of(self, each: Input) -> Tensor | None:
@@ -421,23 +406,17 @@ class Matcher(TorchFunctionMode):
             values[number].tensor = self._value(Value(number), pattern, self._objects)
         self._objects = []
         try:
-            recorder.execute(
-                pattern.segment, pattern.kept, lambda: self._parts_of(pattern, operands), operands
-            )
+            recorder.execute(pattern, operands, partial(self._put_together, pattern, operands))
         finally:
             for number in (*(each.value for each in pattern.inputs), *pattern.lasting):
                 values[number].tensor = None
         pattern.version = records_version()
 
-    def _parts_of(self, pattern: Pattern, operands: Sequence[float]) -> list[Part]:
-        """Return the code of a pattern; its components are put together at its first match."""
-        if not pattern.has_matched:
-            pattern.has_matched = True
-            pattern.parts = self._put_together(pattern, operands)
-        return pattern.parts
-
-    def _put_together(self, pattern: Pattern, operands: Sequence[float]) -> list[Part]:
-        """Compile the components of a pattern as one graph; return them as they are if that is impossible."""
+    def _put_together(self, pattern: Pattern, operands: Sequence[float]) -> None:
+        """Compile the components of a pattern as one graph at its first match, if that is possible."""
+        if pattern.has_matched:
+            return
+        pattern.has_matched = True
         segment = pattern.segment
         single: list[Part] = []
         several: list[Part] = []
@@ -447,27 +426,28 @@ class Matcher(TorchFunctionMode):
             is_alone = has_product or any(not segment.values[value].spec.size for value in written)
             (single if is_alone else several).append(part)
         if len(several) < 2:
-            return pattern.parts
+            return
         chosen = {id(operation) for part in several for operation in part.function.operations}
         operations = [each for each in segment.operations if id(each) in chosen]
         kept = [number for part in several for number in part.function.kept]
         function = RecordedFunction(segment, operations, kept, self._recorder.kind_of)
-        positions = positions_of(function, positions_in(segment))
+        positions = function.positions
         function.numbers = [operands[position] for position in positions]
-        changing = {part.numbers[i] for part in several for i in part.compiled.inputs}
+        changing = {part.function.positions[i] for part in several for i in part.compiled.inputs}
         changed = [i for i, position in enumerate(positions) if position in changing]
         first: dict[Any, int] = {}
         shared: dict[int, int] = {}
         equal: dict[tuple[int, int], None] = {}
         for i in changed:
             source = pattern.sources[positions[i]]
-            always = pattern.operands[positions[i]], operands[positions[i]]
+            always = segment.numbers[positions[i]], operands[positions[i]]
             shared[i] = first.setdefault(always, i)
             other = pattern.sources[positions[shared[i]]]
             if source is not None and other is not None and source != other:
                 equal[source, other] = None
         pattern.equal.extend(equal)
-        lasting = {
+        function.is_together, function.shared = True, shared
+        function.bound = {
             each.value: tensor
             for each in pattern.inputs
             if self._binds
@@ -476,17 +456,15 @@ class Matcher(TorchFunctionMode):
             and each.kind[1][0] != "gradient"
         }
         try:
-            owners = [part.compiled.owner for part in several]
-            together = Together(segment, lasting, shared, owners)
-            compiled = compiled_for(
-                function, self._compile_together, changed, takes_sizes=False, together=together
-            )
+            compiled = compiled_for(function, self._recorder.compile_graph, changed, takes_sizes=False)
         except NotByFamily:
-            return pattern.parts
+            return
         if not {*shared.values()}.issubset(compiled.inputs):
-            return pattern.parts  # only components are compiled anew for other numbers
-        pattern.bound = compiled.bound
-        return [*single, Part(function, compiled, positions)]
+            return  # only components are compiled anew for other numbers
+        for part in several:
+            part.compiled.owner.within.append(compiled.owner)
+        pattern.bound = function.bound
+        pattern.parts = [*single, Part(function, compiled)]
 
     # -- calls that are recorded
 
@@ -540,14 +518,18 @@ class Matcher(TorchFunctionMode):
         first, executed = len(recorder.segment.operations), recorder.executed
         recorder.flushed.clear()
         call = None
+        self._is_noting = self._is_noting and first == self._operations and not torch.is_grad_enabled()
         if self._is_noting:
             try:
-                call = self._noted(func, args, kwargs, first)
+                call = Call(func, [*map(self._template, (*args, *kwargs.values()))], tuple(kwargs))
             except Unmatchable:
                 self._is_noting = False
         result = self._called(func, args, kwargs)
         if recorder.flushed:
-            self._end_recorded(call, first, result)
+            is_alone = len(recorder.flushed) == 1 and len(recorder.flushed[0].segment.operations) == first
+            if is_alone and call is not None:
+                self._add_pattern(call)
+            self._begin_after(result)
         elif call is not None:
             try:
                 self._note_result(call, result, first, recorder.executed - executed)
@@ -577,12 +559,6 @@ class Matcher(TorchFunctionMode):
             return True
         return not has_storage(tensor) or storage_of(tensor) in self._recorder.segment.of_storage
 
-    def _noted(self, func: Any, args: Any, kwargs: dict[str, Any], first: int) -> Call:
-        """Return a call with templates for its arguments."""
-        if first != self._operations or torch.is_grad_enabled():
-            raise Unmatchable
-        return Call(func, [*map(self._template, (*args, *kwargs.values()))], tuple(kwargs))
-
     def _template(self, value: Any) -> Any:
         """Return the template of an argument."""
         kind = type(value)
@@ -594,8 +570,7 @@ class Matcher(TorchFunctionMode):
                 return Value(value.value)
             if is_wrapper_class(kind) or not has_storage(value):
                 raise Unmatchable
-            place = self._places.get(id(value))
-            return Given(self._meet(value) if place is None else place)
+            return Given(self._meet(value))
         if kind is float or kind is int:
             self._numbers.append(value)
             return Number(len(self._numbers) - 1)
@@ -647,27 +622,10 @@ class Matcher(TorchFunctionMode):
                 break
         self._sources += sources
 
-    # -- the end of a recorded segment
-
-    def _ended(self, pattern: Pattern, args: Any, kwargs: dict[str, Any]) -> Any:
-        """Execute a matched segment, and then the call that ends it."""
-        assert pattern.end is not None
-        self._run(pattern)
-        result = self._called(pattern.end.function, args, kwargs)
-        self._begin_after(result)
-        return result
-
-    def _end_recorded(self, end: Call | None, first: int, result: Any) -> None:
-        """Make a pattern of a recorded segment that a call has ended; begin the next segment."""
-        flushed = self._recorder.flushed
-        is_alone = len(flushed) == 1 and len(flushed[0].segment.operations) == first
-        if is_alone and end is not None:
-            self._add_pattern(end)
-        self._begin_after(result)
+    # -- the end of a segment
 
     def _begin_after(self, result: Any) -> None:
         """Begin a segment after a call that has ended a segment, and returned ``result``."""
-        self._recorder.flushed.clear()
         has_begun = len(self._recorder.segment.operations) > 0  # by that call
         self._begin_segment(is_matchable=not has_begun)
         for tensor in found_in(Tensor, result):
@@ -685,13 +643,10 @@ class Matcher(TorchFunctionMode):
         siblings, flushed = self._siblings, self._recorder.flushed
         if not self._is_noting or not flushed:
             return
-        segment, kept, parts = flushed[-1]
-        operands = [number for each in segment.operations for number in each.numbers]
-        if len(segment.operations) != self._operations or len(operands) != len(self._sources):
+        segment, kept, found = flushed[-1]
+        if len(segment.operations) != self._operations or len(segment.numbers) != len(self._sources):
             return
-        first = positions_in(segment)
-        found = [Part(*each, positions_of(each[0], first)) for each in parts]
-        lasting = {*kept, *(number for each in found for number in each.function.kept)}
+        lasting = {*kept}.union(*(each.function.kept for each in found))
         used = {value for each in found for value in each.function.inputs}
         used |= {base for value in kept if segment.is_input(base := segment.base(value))}
         inputs = [self._input(segment, value) for value in sorted(used)]
@@ -706,7 +661,7 @@ class Matcher(TorchFunctionMode):
                     viewed.views.append((place, layout_of(tensor)))
                 elif place not in self._made:
                     others.append((place, TensorWeakRef(tensor)))
-        changing = {each.numbers[i] for each in found for i in each.compiled.inputs}
+        changing = {each.function.positions[i] for each in found for i in each.compiled.inputs}
         is_constant = [True] * len(self._numbers)
         at = [(source, position) for position, source in enumerate(self._sources) if source is not None]
         for i, positions in groupby(sorted(at), itemgetter(0)):
@@ -722,7 +677,7 @@ class Matcher(TorchFunctionMode):
             value.tensor = None
         pattern = Pattern(
             self._calls, end, segment, kept, sorted(lasting), inputs, others, specs,
-            self._numbers, is_constant, operands, self._sources, found, objects, passing,
+            self._numbers, is_constant, self._sources, found, objects, passing,
         )  # fmt: skip
         others_than = pattern.end, pattern.calls, specs  # one with the same has other constants or tensors
         kept_on = [each for each in siblings if (each.end, each.calls, each.specs) != others_than]
@@ -742,15 +697,6 @@ class Matcher(TorchFunctionMode):
             is_written,
         )
 
-
-def _unreferenced_count() -> int:
-    """Return the reference count of a deferred tensor that a pattern and the step matched have alone."""
-    of_pattern: list[Any] = [object()]
-    of_step = of_pattern.copy()
-    return sys.getrefcount(of_step[0])
-
-
-_UNREFERENCED = _unreferenced_count()
 
 _SET_DATA = Tensor.data.__set__  # type: ignore[attr-defined]
 _OF_MEMORY = frozenset(

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -45,46 +45,27 @@ class Unmatchable(Exception):
 
 @dataclass(slots=True)
 class Call:
-    """Call of a torch function, with templates in place of tensors and numbers.
-
-    Attributes:
-        function: the function.
-        arguments: its arguments.
-        names: names of the last of them, which are keyword arguments.
-        is_executed: whether it is executed at once.
-        result: its result.
-    """
+    """Call of a torch function, with templates in place of tensors and numbers."""
 
     function: Any
     arguments: list[Any]
-    names: tuple[str, ...]
-    is_executed: bool = False
+    names: tuple[str, ...]  # of the last arguments, which are keyword arguments
+    is_executed: bool = False  # at once
     result: Any = None
 
 
 @dataclass(slots=True)
 class Input:
-    """Real tensor that a pattern's operations read or write.
+    """Real tensor that a pattern's operations read or write."""
 
-    Attributes:
-        value: its number in the segment.
-        place: its index among the tensors that calls are given; None if they are given its views alone.
-        views: places and layouts of its views among these tensors.
-        tensor: the tensor that was recorded.
-        spec: its specification.
-        storage: identifier of its memory.
-        kind: other facts that code depends on.
-        is_written: whether the operations write to it.
-    """
-
-    value: int
-    place: int | None
-    tensor: TensorWeakRef
+    value: int  # its number in the segment
+    place: int | None  # among the tensors that calls are given; None if they are given its views alone
+    tensor: TensorWeakRef  # that was recorded
     spec: Spec
-    storage: int
-    kind: Any
+    storage: int  # identifier of its memory
+    kind: Any  # other facts that code depends on
     is_written: bool
-    views: list[tuple[int, Any]] = field(default_factory=list)
+    views: list[tuple[int, Any]] = field(default_factory=list)  # places and layouts of its views
 
     @property
     def is_plain_gradient(self) -> bool:
@@ -92,71 +73,40 @@ class Input:
         return self.place is not None and self.kind == _PLAIN_GRADIENT
 
 
-@dataclass(eq=False)
-class Part:
-    """Component of a pattern, or several as one graph.
-
-    Attributes:
-        function: its operations.
-        compiled: its code.
-        numbers: for each of its numbers the position among those of all the segment's operations.
-    """
+class Part(NamedTuple):
+    """Component of a segment, or several as one graph."""
 
     function: RecordedFunction
     compiled: Compiled
-    numbers: list[int]
 
     def fill(self, tensor_of: Callable[[int], Tensor | None], operands: Sequence[float]) -> None:
         """Give the function the tensors of a step, by their numbers, and the numbers of all operations."""
-        self.function.numbers = [operands[position] for position in self.numbers]
+        self.function.numbers = [operands[position] for position in self.function.positions]
         self.function.tensors = [cast(Tensor, real(tensor_of(value))) for value in self.function.values]
 
 
 @dataclass(eq=False)
 class Pattern:
-    """Segment that has been recorded, with which later steps are compared.
-
-    Attributes:
-        calls: its calls.
-        end: the call that asks for a value; None at the end of a step.
-        segment: its operations, without tensors.
-        kept: numbers of the results that outlive it.
-        lasting: these, and the numbers of the results that they are views of.
-        inputs: real tensors that its operations use.
-        others: other real tensors that recorded calls are given, and their places.
-        specs: specifications of all real tensors that calls are given or return, by place.
-        numbers: the numbers among the calls' arguments, as recorded.
-        is_constant: for each of them whether the code has it as a constant.
-        equal: pairs of them that have always been equal, and are one input of the code.
-        operands: the numbers of all operations, as recorded.
-        sources: for each operand the index of the number that it is; None if it is always the same.
-        parts: code of the operations.
-        objects: deferred tensors for the results that do not outlive it, by number.
-        passing: numbers of these results.
-        bound: numbers of the inputs that the code has as its own tensors.
-        has_matched: whether a step has been matched.
-        version: state of all error terms at the last match.
-    """
+    """Segment that has been recorded, with which later steps are compared."""
 
     calls: list[Call]
-    end: Call | None
-    segment: Segment
-    kept: Sequence[int]
-    lasting: Sequence[int]
+    end: Call | None  # that asks for a value; None at the end of a step
+    segment: Segment  # without tensors
+    kept: Sequence[int]  # numbers of the results that outlive it
+    lasting: Sequence[int]  # these, and the numbers of the results that they are views of
     inputs: list[Input]
-    others: list[tuple[int, TensorWeakRef]]
-    specs: list[Spec]
-    numbers: list[float]
-    is_constant: list[bool]
-    operands: list[float]
-    sources: list[int | None]
-    parts: list[Part]
-    objects: list[Deferred | None]
-    passing: list[int]
-    bound: Collection[int] = ()
-    equal: list[tuple[int, int]] = field(default_factory=list)
+    others: list[tuple[int, TensorWeakRef]]  # other real tensors that recorded calls are given, with places
+    specs: list[Spec]  # of all real tensors that calls are given or return, by place
+    numbers: list[float]  # among the calls' arguments, as recorded
+    is_constant: list[bool]  # for each of them whether the code has it as a constant
+    sources: list[int | None]  # for each of the operations' numbers its index; None if it is always the same
+    parts: Sequence[Part]
+    objects: list[Deferred | None]  # for the results that do not outlive it, by number
+    passing: list[int]  # numbers of these results
+    bound: Collection[int] = ()  # numbers of the inputs that the code has as its own tensors
+    equal: list[tuple[int, int]] = field(default_factory=list)  # of numbers that are one input of the code
     has_matched: bool = False
-    version: object = None
+    version: object = None  # state of all error terms at the last match
 
     def takes(self, index: int, number: object) -> bool:
         """Return whether the code can be given a number in the place of a recorded number."""
@@ -167,20 +117,6 @@ class Pattern:
         """Make a new deferred tensor for a result, as a step has taken over the old tensor."""
         if self.objects[number] is not None:
             self.objects[number] = Deferred.of(self.segment.values[number].spec, number)
-
-
-def positions_in(segment: Segment) -> dict[int, int]:
-    """Return the position of each operation's first number among the numbers of all operations, by ``id``."""
-    first, total = {}, 0
-    for operation in segment.operations:
-        first[id(operation)] = total
-        total += len(operation.numbers)
-    return first
-
-
-def positions_of(function: RecordedFunction, first: Mapping[int, int]) -> list[int]:
-    """Return the positions of a function's numbers; ``first`` is the result of :func:`positions_in`."""
-    return [first[id(each)] + i for each in function.operations for i in range(len(each.numbers))]
 
 
 def layout_of(tensor: Tensor) -> tuple[Any, ...]:

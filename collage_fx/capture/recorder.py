@@ -43,7 +43,7 @@ from torch.utils.weak import TensorWeakRef
 from collage_fx.capture.compiled import Compiled, CompileGraph, compiled_for
 from collage_fx.capture.inputs import MadeInStep
 from collage_fx.capture.numbers import each_element
-from collage_fx.capture.patterns import Part, found_in
+from collage_fx.capture.patterns import Part, Pattern, found_in
 from collage_fx.capture.segment import (
     Deferred,
     Operation,
@@ -83,17 +83,11 @@ Numbers = dict[str, list[float | None]]
 
 
 class Flushed(NamedTuple):
-    """Segment that has been executed.
-
-    Attributes:
-        segment: its operations.
-        kept: numbers of the results that were still referenced.
-        parts: functions of its components, without their tensors, with their code.
-    """
+    """Segment that has been executed."""
 
     segment: Segment
-    kept: Sequence[int]
-    parts: Sequence[tuple[RecordedFunction, Compiled]]
+    kept: Sequence[int]  # numbers of the results that were still referenced
+    parts: Sequence[Part]  # its components, without their tensors
 
 
 #: Whether operations that this thread calls are being recorded.
@@ -103,6 +97,8 @@ _is_recording: ContextVar[bool] = ContextVar("_is_recording", default=False)
 class Recorder(TorchDispatchMode):
     """Mode that records operations on tensors, and executes them compiled when a value is asked for.
 
+    While an operation is being recorded (``is_dispatching``), functions that are called are ours.
+
     Args:
         compile_graph: compiles a graph of tensors, numbers in 0-d tensors, and sizes.
         kind_of: tells what a compiled graph depends on beyond the shape, dtype and device of a real tensor;
@@ -110,14 +106,6 @@ class Recorder(TorchDispatchMode):
         original_of: storage -> the optimizer's tensor in it, if any; ``p.data`` is a view of that tensor.
         known: returns the tensors that the optimizer holds, by ``id``.
         numbers: numbers of the functions compiled so far. They are added to.
-
-    Attributes:
-        is_dispatching: whether an operation is being recorded; functions that are called meanwhile are ours.
-        segment: operations that have been recorded since the last flush.
-        flushed: segments that have been flushed since the list was cleared.
-        executed: number of operations that have been executed at once, without views.
-        called_at: number of operations in the segment that are older than the function call under way.
-        interrupted: called before an operation, if operations are expected to be matched, not recorded.
     """
 
     def __init__(
@@ -129,17 +117,17 @@ class Recorder(TorchDispatchMode):
         numbers: Numbers,
     ) -> None:
         super().__init__()
-        self._compile_graph = compile_graph
+        self.compile_graph = compile_graph
         self.kind_of = kind_of
         self._original_of = original_of
         self._known = known
         self._numbers = numbers
         self.is_dispatching = False
         self.segment = Segment()
-        self.flushed: list[Flushed] = []
-        self.executed = 0
-        self.called_at = 0
-        self.interrupted: Callable[[], None] | None = None
+        self.flushed: list[Flushed] = []  # since the list was cleared
+        self.executed = 0  # number of operations that have been executed at once, without views
+        self.called_at = 0  # number of operations that are older than the function call under way
+        self.interrupted: Callable[[], None] | None = None  # called before an operation that is not expected
         self._executed: list[Deferred] = []
         self._viewed: dict[int, Tensor] = {}
         self._steps = 1 if numbers else 0  # a first step makes lasting state
@@ -284,7 +272,7 @@ class Recorder(TorchDispatchMode):
                 return made if made.dtype == eager.dtype else self._converted(made, eager.dtype)
             return made
 
-        results = self._call(signature, *_each_tensor(widened, (args, kwargs)))
+        results = self._call(signature, *pytree.tree_map_only(Tensor, widened, (args, kwargs)))
         if not wide or not any(isinstance(each, Tensor) for each in pytree.tree_leaves(results)):
             return results
         return pytree.tree_map(rounded, results, self._without_elements(signature, args, kwargs))
@@ -394,7 +382,7 @@ class Recorder(TorchDispatchMode):
                 returned.append(segment.add_result(operation, spec, of))
             else:
                 returned.append([segment.add_result(operation, each, of) for each in spec])
-        segment.operations.append(operation)
+        segment.add(operation)
         return returned[0] if len(returned) == 1 else tuple(returned) if returned else None
 
     def _predict(
@@ -420,7 +408,7 @@ class Recorder(TorchDispatchMode):
     def _without_elements(self, signature: Signature, args: Any, kwargs: dict[str, Any]) -> Any:
         """Run an operation on fake tensors; sizes that depend on values are arbitrary."""
         with compile_lock, self.paused(), SymbolicScope().fake_mode:
-            args, kwargs = _each_tensor(lambda tensor: Spec.of(tensor).empty(), (args, kwargs))
+            args, kwargs = pytree.tree_map_only(Tensor, lambda each: Spec.of(each).empty(), (args, kwargs))
             return signature.operator(*args, **kwargs)
 
     # -- tensors that the step has met
@@ -473,28 +461,24 @@ class Recorder(TorchDispatchMode):
             self._make_views(segment, kept)
         self.flushed.append(Flushed(segment, kept, [part for part in executed if part is not None]))
 
-    def execute(
-        self,
-        segment: Segment,
-        kept: Sequence[int],
-        parts: Callable[[], Sequence[Part]],
-        numbers: Sequence[float],
-    ) -> None:
+    def execute(self, pattern: Pattern, numbers: Sequence[float], put_together: Callable[[], None]) -> None:
         """Execute the operations of an earlier segment, whose inputs and results are tensors of this step.
 
-        ``kept`` are the numbers of the results that are needed; ``parts`` returns the code, once there are
-        tensors for the results; ``numbers`` are the numbers of all operations.
+        ``numbers`` are the numbers of all operations. ``put_together`` may replace the pattern's code, once
+        there are tensors for the results.
         """
+        segment = pattern.segment
         with self.paused(), torch.no_grad():
             self._settle()
-            for value in {segment.base(number): None for number in kept}:
+            for value in dict.fromkeys(map(segment.base, pattern.kept)):
                 if not segment.is_input(value):
-                    self._allocate(segment.values[value].tensor)
-            for part in parts():
+                    self.take_over(segment.values[value].tensor)
+            put_together()
+            for part in pattern.parts:
                 part.fill(lambda value: segment.values[value].tensor, numbers)
                 part.compiled(part.function)
                 part.function.tensors = []
-            self._make_views(segment, kept)
+            self._make_views(segment, pattern.kept)
 
     def _make_views(self, segment: Segment, kept: Sequence[int]) -> None:
         """Make the results that are views of others, or of inputs."""
@@ -506,13 +490,9 @@ class Recorder(TorchDispatchMode):
                 self._viewed[storage_of(whole)] = whole
                 self._become(segment.values[value].tensor, segment.real(value))
 
-    def _allocate(self, deferred: Tensor) -> None:
-        """Allocate memory for a result, which becomes a real tensor."""
-        self.take_over(deferred, Spec.of(deferred).empty())
-
-    def take_over(self, deferred: Tensor, result: Tensor) -> None:
-        """Make a deferred tensor the given result, to which nothing else refers."""
-        self._become(deferred, result)
+    def take_over(self, deferred: Tensor, result: Tensor | None = None) -> None:
+        """Make a deferred tensor the given result, to which nothing else refers; by default, new memory."""
+        self._become(deferred, Spec.of(deferred).empty() if result is None else result)
         if is_low_precision(deferred.dtype):
             self.note(MadeInStep, real(deferred))
 
@@ -533,38 +513,36 @@ class Recorder(TorchDispatchMode):
             assert deferred.executed is not None
             self._become(deferred, deferred.executed.detach())
 
-    def _execute(
-        self, segment: Segment, operations: Sequence[Operation], kept: Sequence[int]
-    ) -> tuple[RecordedFunction, Compiled] | None:
+    def _execute(self, segment: Segment, operations: Sequence[Operation], kept: Sequence[int]) -> Part | None:
         """Compile a component, unless its code is known, and execute it; return None if nothing needs it."""
         touched = {segment.base(value) for operation in operations for value in operation.tensors}
         if not kept and not any(map(segment.is_input, touched & segment.written)):
             return None
         for value in kept:
-            self._allocate(segment.values[value].tensor)
+            self.take_over(segment.values[value].tensor)
         function = RecordedFunction(segment, operations, kept, self.kind_of)
         key = (function.form, function.shapes, *function.sizes)
         if key not in self._compiled and self._first_met.setdefault(function.form, self._steps) < self._steps:
             key = function.form
         known = self._compiled.setdefault(key, [])
-        compiled = next((each for each in known if not each.owner.is_stale and each.fits(function)), None)
+        known[:] = [each for each in known if not each.owner.is_stale]
+        compiled = next((each for each in known if each.fits(function)), None)
+        is_new = compiled is None
         if compiled is None:
-            known[:] = [each for each in known if not each.owner.is_stale]
             takes_sizes = key is function.form
             compiled = self._compile(function, takes_sizes=takes_sizes)
             known.insert(0, compiled)
             if len(known) >= BURNED_IN_AGAIN:
                 self._at_once |= function.operators_of(compiled.burned_in)
-            compiled(function)
-            if not compiled.owner.is_stale:  # the code is that for tensors with the error terms it gives
-                function.look_at(segment, self.kind_of, len(function.inputs))
-                key = function.form if takes_sizes else (function.form, *key[1:])
-                self._compiled.setdefault(key, known)
-                self._first_met.setdefault(function.form, self._steps)
-        else:
-            compiled(function)
+        compiled(function)
+        if is_new and not compiled.owner.is_stale:
+            # The code is that for tensors with the error terms that it gives.
+            function.look_at(self.kind_of, len(function.inputs))
+            key = function.form if takes_sizes else (function.form, *key[1:])
+            self._compiled.setdefault(key, known)
+            self._first_met.setdefault(function.form, self._steps)
         function.tensors = []
-        return function, compiled
+        return Part(function, compiled)
 
     def _compile(self, function: RecordedFunction, *, takes_sizes: bool) -> Compiled:
         """Compile a function, with the numbers that have been seen to change as inputs, and note its numbers.
@@ -578,7 +556,7 @@ class Recorder(TorchDispatchMode):
         names = (of_these_sizes, of_any) if takes_sizes else (of_these_sizes,)
         self._numbers |= dict.fromkeys(names, now)
         changed = [i for i, number in enumerate(now) if number is None]
-        compiled = compiled_for(function, self._compile_graph, changed, takes_sizes=takes_sizes)
+        compiled = compiled_for(function, self.compile_graph, changed, takes_sizes=takes_sizes)
         for name in names:
             for each in (known := self._named.setdefault(name, [])):
                 if not each.constants.keys().isdisjoint(compiled.inputs):
@@ -595,11 +573,6 @@ class Recorder(TorchDispatchMode):
 def is_recording() -> bool:
     """Return whether operations that this thread calls are being recorded."""
     return _is_recording.get()
-
-
-def _each_tensor(function: Callable[[Tensor], Any], arguments: Any) -> Any:
-    """Replace each tensor among arguments by the result of ``function``."""
-    return map_aggregate(arguments, lambda each: function(each) if isinstance(each, Tensor) else each)
 
 
 def _storage_of(tensor: Tensor) -> int:

@@ -70,29 +70,18 @@ RECORDING = "__collage_fx_recording__"
 
 
 class Request(NamedTuple):
-    """Request for compensated steps.
+    """Request for compensated steps."""
 
-    Attributes:
-        backend: backend given to ``torch.compile`` or ``install``; None for a copy of an optimizer.
-        keywords: keyword arguments of its calls: ``mode``.
-        strict: whether steps that are not compensated are refused.
-    """
-
-    backend: Any
-    keywords: dict[str, Any]
-    strict: bool
+    backend: Any  # given to ``torch.compile`` or ``install``; None for a copy of an optimizer
+    keywords: dict[str, Any]  # of the backend's calls: ``mode``
+    strict: bool  # whether steps that are not compensated are refused
 
     @staticmethod
     def of(backend: Any, keywords: dict[str, Any]) -> Request | None:
         """Return the request that a call of ``torch.compile`` makes; None if its backend compensates nothing.
 
-        Args:
-            backend: its argument, a function or an object, with the attribute ``stands_for`` if it was given
-                by name: a function that makes the backend of the options.
-            keywords: ``mode`` and ``options`` given with it.
-
-        Raises:
-            ValueError: an option is unknown, or has a value that is not allowed.
+        A backend that was given by name has the attribute ``stands_for``: a function that makes it of the
+        options among the ``keywords``, or raises for an option that is unknown, or has a wrong value.
         """
         if (backend_for := getattr(backend, "stands_for", None)) is not None:
             backend = backend_for(**(keywords.get("options") or {}))
@@ -107,19 +96,12 @@ def is_recorded(optimizer: Optimizer) -> bool:
 
 
 class RecordedPart(NamedTuple):
-    """Facts about a graph that is a part of a recorded step: the entry :data:`RECORDING` of its ``meta``.
+    """Facts about a graph that is a part of a recorded step: the entry :data:`RECORDING` of its ``meta``."""
 
-    Attributes:
-        reason: why the optimizer's steps are recorded; empty for a graph that is no such part.
-        is_compiled: whether the part is compiled, rather than run operation by operation.
-        stepped: returns the optimizers that the step, or the recorded function, steps.
-        by_family: whether it is compiled by family, or not at all.
-    """
-
-    reason: str = ""
-    is_compiled: bool = True
-    stepped: Callable[[], list[Optimizer]] = list
-    by_family: bool = False
+    reason: str = ""  # why the optimizer's steps are recorded; empty for a graph that is no such part
+    is_compiled: bool = True  # rather than run operation by operation
+    stepped: Callable[[], list[Optimizer]] = list  # optimizers of the step, or of the recorded function
+    by_family: bool = False  # whether it is compiled by family, or not at all
 
     @staticmethod
     def of(module: GraphModule) -> RecordedPart:
@@ -130,19 +112,12 @@ class RecordedPart(NamedTuple):
 
 @dataclass(eq=False)
 class Recorded:
-    """Facts about an optimizer's recorded steps: a part of its record.
-
-    Attributes:
-        has_recorded: whether a step has been recorded.
-        is_resumed: whether it has loaded a checkpoint of recorded steps.
-        numbers: the numbers of its steps.
-        for_one_step: its recording for single steps, once there has been one.
-    """
+    """Facts about an optimizer's recorded steps: a part of its record."""
 
     has_recorded: bool = False
-    is_resumed: bool = False
+    is_resumed: bool = False  # whether it has loaded a checkpoint of recorded steps
     numbers: Numbers = field(default_factory=dict)
-    for_one_step: _Recording | None = None
+    for_one_step: _Recording | None = None  # for single steps, once there has been one
 
 
 def stop_recording(optimizer: Optimizer) -> None:
@@ -177,13 +152,8 @@ def record(
 ) -> None:
     """Record each step of an optimizer from now on, even where it is called eagerly.
 
-    Args:
-        optimizer: the optimizer; a step that it is in the middle of is not recorded yet.
-        request: backend for the step, and whether to refuse a step that cannot be compensated, rather than
-            warn and take it.
-        reason: why the step cannot be captured.
-        level: level of the log message.
-        for_one_step: record only the next step, and compile nothing: it runs operation by operation.
+    A step that the optimizer is in the middle of is not recorded yet. ``reason`` says why steps cannot be
+    captured. ``for_one_step``: only the next step is recorded; it runs operation by operation.
     """
     recording = records.of(optimizer, Recorded).for_one_step if for_one_step else None
     if recording is None:
@@ -246,17 +216,15 @@ def _switched(step: Callable[..., Any]) -> Callable[..., Any]:
             begun[0].end(None)
         return result
 
-    records.put(switched.__code__, _IsSwitch())
     return switched
 
 
-class _IsSwitch:
-    """Part of the record of code: it is that of the functions that :func:`_switched` makes."""
+_SWITCH = _switched(Optimizer.step).__code__
 
 
 def is_switch(code: CodeType) -> bool:
     """Return whether code belongs to the wrapper around ``step`` that records it."""
-    return records.has(code, _IsSwitch)
+    return code is _SWITCH
 
 
 def switch(optimizer: Optimizer) -> bool:
@@ -265,14 +233,10 @@ def switch(optimizer: Optimizer) -> bool:
 
 
 class _Begun:
-    """Recording that began in the middle of a step.
-
-    Attributes:
-        outside: wraps the step's closure, so that it runs unrecorded.
-    """
+    """Recording that began in the middle of a step."""
 
     def __init__(self, recording: _Recording, *, had_gradients: bool) -> None:
-        self.outside = recording.outside(had_gradients=had_gradients)
+        self.outside = partial(recording.outside, had_gradients=had_gradients)
         self._had_gradients = had_gradients
         self._stack = ExitStack()
         self._stack.enter_context(recording.recorded())
@@ -316,10 +280,9 @@ def is_in_closure() -> bool:
 
 
 def beginning_here(request: Request, reason: str, *, level: int = logging.INFO) -> Callable[[], None] | None:
-    """Record the optimizer whose step Python is in, innermost, from here on; None if there is no such step.
+    """Return the function that records the innermost step that Python is in from here on, and later steps.
 
-    Returns:
-        function that begins the recording of this step, which ends with the step.
+    This recording ends with the step. None if Python is in no step.
     """
     variables = variables_on_the_stack(is_switch)
     if variables is None or variables["begun"] or is_in_closure():
@@ -337,11 +300,10 @@ def beginning_here(request: Request, reason: str, *, level: int = logging.INFO) 
 def beginning_in_call(
     request: Request, reason: str, optimizers: Sequence[Optimizer], weights: Sequence[Tensor] = ()
 ) -> Callable[[], None] | None:
-    """Record the call of a compiled callable that Python is in from here on, and later calls from there on.
+    """Return the function that records the call of a compiled callable that Python is in, and later calls.
 
-    Returns:
-        function that begins the recording of this call, which ends with the call; None if there is no such
-        call, or one that is given a function, whose forward and backward pass would be recorded.
+    None if there is no such call, or one that is given a function, whose forward and backward pass would be
+    recorded.
     """
     call = running_call()
     if call is None or any(map(callable, pytree.tree_leaves(call.arguments))):
@@ -354,8 +316,7 @@ def beginning_in_call(
 def beginning_again() -> Callable[[], None] | None:
     """Return the function that begins to record the call that Python is in, if such calls are recorded."""
     call = running_call()
-    recording = None if call is None else records.find(call.compiler, _Recording)
-    if call is None or recording is None:
+    if call is None or (recording := records.find(call.compiler, _Recording)) is None:
         return None
 
     def begin() -> None:
@@ -401,9 +362,8 @@ class _Recording:
         numbers = records.of(optimizers[0], Recorded).numbers if optimizers else {}
         self._parameters: dict[int, Tensor] = {}
         self._recorder = Recorder(self._compiled, self._kind_of, self._parameters.get, self._known, numbers)
-        together = partial(self._compiled, by_family=True)
         # A compiled function outlives optimizers.
-        self._matcher = Matcher(self._recorder, self._is_gradient, together, binds=not label)
+        self._matcher = Matcher(self._recorder, self._is_gradient, binds=not label)
         self._references = [*map(weakref.ref, optimizers)]
         self._weights = [*map(TensorWeakRef, weights)]
         self._others: WeakSet[Optimizer] = WeakSet()
@@ -423,7 +383,7 @@ class _Recording:
         """Run one step under the recorder."""
         if is_recording():  # an optimizer inside another one that is being recorded
             return step(optimizer, *args, **kwargs)
-        outside = self.outside(had_gradients=torch.is_grad_enabled())
+        outside = partial(self.outside, had_gradients=torch.is_grad_enabled())
         with self.recorded(is_matching=not any(map(callable, (*args, *kwargs.values())))):
             return step(optimizer, *map(outside, args), **{k: outside(v) for k, v in kwargs.items()})
 
@@ -522,28 +482,24 @@ class _Recording:
                 if has_storage(gradient):
                     self._gradients[storage_of(gradient)] = reference  # of its data, or of all its buffer
 
-    def outside(self, *, had_gradients: bool) -> Callable[[Any], Any]:
+    def outside(self, argument: Any, *, had_gradients: bool) -> Any:
         """Wrap an argument of ``step``: a closure runs unrecorded, with gradients as outside the step."""
+        if not callable(argument):
+            return argument
 
-        def outside(argument: Any) -> Any:
-            if not callable(argument):
-                return argument
+        def closure(*args: Any, **kwargs: Any) -> Any:
+            self._calls_closure = True
+            try:
+                self._matcher.flush()
+            finally:
+                self._calls_closure = False
+            has_gradients = had_gradients or torch.is_grad_enabled()
+            with self._recorder.paused(), torch.set_grad_enabled(has_gradients):
+                result = argument(*args, **kwargs)
+            self._look_at()
+            return result
 
-            def closure(*args: Any, **kwargs: Any) -> Any:
-                self._calls_closure = True
-                try:
-                    self._matcher.flush()
-                finally:
-                    self._calls_closure = False
-                has_gradients = had_gradients or torch.is_grad_enabled()
-                with self._recorder.paused(), torch.set_grad_enabled(has_gradients):
-                    result = argument(*args, **kwargs)
-                self._look_at()
-                return result
-
-            return closure
-
-        return outside
+        return closure
 
     def _is_new_state(self, tensor: Tensor) -> bool:
         """Return whether a tensor is state of a parameter that had no state before this step."""
@@ -584,9 +540,7 @@ class _Recording:
         reference = self._gradients.get(id(tensor))
         return reference is not None and reference() is tensor
 
-    def _compiled(
-        self, module: GraphModule, arguments: Any, *, by_family: bool = False
-    ) -> Callable[..., Any]:
+    def _compiled(self, module: GraphModule, arguments: Any, by_family: bool) -> Callable[..., Any]:
         """Compile a component; warn if many steps in a row had to compile."""
         if self._steps_that_compiled >= COMPILING_STEPS:
             refusal = RecompileLimitError(

@@ -15,7 +15,6 @@ from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import map_aggregate
 
 from collage_fx.capture.signatures import Signature
-from collage_fx.capture.stale_code import CompiledCode
 from collage_fx.errors import UnsupportedTensorError
 from collage_fx.graph import components
 from collage_fx.torch_compat import (
@@ -59,17 +58,14 @@ def is_whole(tensor: Tensor) -> bool:
 class Deferred(Tensor):
     """Result of an operation that has been recorded.
 
-    Attributes:
-        spec: specification of the tensor.
-        value: number of the tensor in the recorder's segment.
-        executed: tensor that holds the values, once executed. The deferred tensor becomes that tensor itself
-            as soon as torch no longer holds on to it, as the operation does that asked for its value.
+    Once executed, it becomes the tensor ``executed`` itself as soon as torch no longer holds on to it, as the
+    operation does that asked for its value.
     """
 
     __torch_function__ = disabled_torch_function
     spec: Spec
-    value: int
-    executed: Tensor | None = None
+    value: int  # number of the tensor in the recorder's segment
+    executed: Tensor | None = None  # holds the values
 
     @staticmethod
     def of(spec: Spec, value: int) -> Deferred:
@@ -113,23 +109,17 @@ def real(argument: Any) -> Any:
 class Operation:
     """Recorded call of an operator.
 
-    Attributes:
-        signature: signature of the operator.
-        form: arguments and keyword arguments, with classes as placeholders: ``Tensor`` for a tensor,
-            ``float`` for a number to calculate with (``int`` where the step wrote an integer), ``SymInt`` for
-            a size.
-        tensors: numbers of the values that it reads or writes, in the order of the arguments.
-        numbers: numbers to calculate with, in the order of the arguments.
-        sizes: sizes, in the order of the arguments.
-        results: numbers of the values that it makes, in the order of its results.
+    The form is arguments and keyword arguments, with classes as placeholders: ``Tensor`` for a tensor,
+    ``float`` for a number to calculate with (``int`` where the step wrote an integer), ``SymInt`` for a size.
     """
 
     signature: Signature
     form: tuple[Any, ...] = ()
-    tensors: list[int] = field(default_factory=list)
-    numbers: list[float] = field(default_factory=list)
+    tensors: list[int] = field(default_factory=list)  # values that it reads or writes, in the form's order
+    numbers: list[float] = field(default_factory=list)  # to calculate with
     sizes: list[int] = field(default_factory=list)
-    results: list[int] = field(default_factory=list)
+    results: list[int] = field(default_factory=list)  # values that it makes, in the order of its results
+    first_number: int = 0  # position of its first number among the numbers of the segment
 
     def with_arguments(
         self, args: Sequence[Any], kwargs: dict[str, Any], number_of: Callable[[Tensor], int]
@@ -160,14 +150,10 @@ class Operation:
 
     def arguments(self, tensors: Iterable[Any], numbers: Iterable[Any], sizes: Iterable[Any]) -> Any:
         """Return the arguments and keyword arguments, with the given tensors, numbers and sizes filled in."""
-        given = {
-            Tensor: iter(tensors),
-            float: (numbers := iter(numbers)),
-            int: numbers,
-            torch.SymInt: iter(sizes),
-        }
+        numbers = iter(numbers)
+        left = {Tensor: iter(tensors), float: numbers, int: numbers, torch.SymInt: iter(sizes)}
         args, named = map_aggregate(
-            self.form, lambda each: next(given[each]) if isinstance(each, type) else each
+            self.form, lambda each: next(left[each]) if isinstance(each, type) else each
         )
         return args, dict(named)
 
@@ -188,38 +174,30 @@ class Operation:
 
 @dataclass(slots=True)
 class _Value:
-    """A tensor of a segment: an input, a result of an operation, or a view of either.
+    """A tensor of a segment: an input, a result of an operation, or a view of either."""
 
-    Attributes:
-        tensor: the real or deferred tensor.
-        spec: its specification.
-        base: number of the value whose memory it shares; its own number if it has memory of its own.
-        made_by: the operation that makes it, and the index among its results; None for an input.
-    """
-
-    tensor: Any
+    tensor: Any  # real or deferred
     spec: Spec
-    base: int
-    made_by: tuple[Operation, int] | None = None
+    base: int  # number of the value whose memory it shares; its own number if it has memory of its own
+    made_by: tuple[Operation, int] | None = None  # with the index among its results; None for an input
 
 
 @dataclass
 class Segment:
-    """Operations that have been recorded since the last flush.
-
-    Attributes:
-        values: tensors, by number.
-        operations: recorded operations in order.
-        inputs: number of each real tensor met, by its storage and layout.
-        of_storage: storage -> number of the input that spans it.
-        written: numbers of the values that operations overwrite; all are bases.
-    """
+    """Operations that have been recorded since the last flush. A value is told by its number, its index."""
 
     values: list[_Value] = field(default_factory=list)
     operations: list[Operation] = field(default_factory=list)
-    inputs: dict[Any, int] = field(default_factory=dict)
-    of_storage: dict[int, int] = field(default_factory=dict)
-    written: set[int] = field(default_factory=set)
+    numbers: list[float] = field(default_factory=list)  # of all operations
+    inputs: dict[Any, int] = field(default_factory=dict)  # real tensors met, by their storage and layout
+    of_storage: dict[int, int] = field(default_factory=dict)  # storage -> number of the input that spans it
+    written: set[int] = field(default_factory=set)  # values that operations overwrite; all are bases
+
+    def add(self, operation: Operation) -> None:
+        """Add an operation with its arguments."""
+        operation.first_number = len(self.numbers)
+        self.numbers += operation.numbers
+        self.operations.append(operation)
 
     def add_input(self, tensor: Tensor) -> int:
         """Add a real tensor that spans its memory; return its number."""
@@ -243,7 +221,7 @@ class Segment:
     def add_view(self, tensor: Tensor, value: int, signature: Signature, *args: Any) -> int:
         """Add a real tensor as the view of another value that an operator returns; return its number."""
         operation = Operation(signature, ((Tensor, *args), ()), [value])
-        self.operations.append(operation)
+        self.add(operation)
         self.add_result(operation, tensor, value)
         return operation.results[0]
 
@@ -273,7 +251,7 @@ class Segment:
             number
             for number, value in deferred
             if sys.getrefcount(value.tensor)
-            > _UNREFERENCED + (references_by_torch(value.tensor) if by_python else 0)
+            > UNREFERENCED + (references_by_torch(value.tensor) if by_python else 0)
         ]
 
     def real(self, number: int) -> Tensor:
@@ -302,49 +280,21 @@ class Segment:
         return self.is_input(value) and value not in self.written and self.values[value].tensor.dim() == 0
 
 
-def _unreferenced_count() -> int:
-    """Return the reference count of a tensor that only a segment references."""
-    lonely = _Value(object(), Spec((), (), torch.float32, torch.device("cpu")), 0)
-    return sys.getrefcount(lonely.tensor)
-
-
-_UNREFERENCED = _unreferenced_count()
-
-
-class Together(NamedTuple):
-    """Facts about several components of a segment that become one graph.
-
-    Attributes:
-        segment: the segment.
-        bound: values that are attributes of the module, the same tensors in each call.
-        shared: position of a number -> position of the first that is always equal to it.
-        owners: owners of the components' code.
-    """
-
-    segment: Segment
-    bound: Mapping[int, Tensor]
-    shared: Mapping[int, int]
-    owners: Sequence[CompiledCode]
+_lonely = _Value(object(), Spec((), (), torch.float32, torch.device("cpu")), 0)
+#: Reference count of a tensor that only a segment references.
+UNREFERENCED = sys.getrefcount(_lonely.tensor)
 
 
 class RecordedFunction:
     """Component of recorded operations as a function of tensors, numbers and sizes.
 
     Args:
-        segment: segment of the operations.
-        operations: operations of the component.
         kept: numbers of its results that are needed; they have become real tensors.
         kind_of: see :class:`~collage_fx.capture.recorder.Recorder`.
 
     Attributes:
-        operations: its operations.
-        inputs, kept: numbers of its inputs, and of its results.
-        values: numbers of the tensors.
+        values: numbers of the tensors: of inputs, then of results.
         tensors: inputs, then the tensors that the results are written to.
-        numbers: numbers to calculate with, in the order of the operations.
-        sizes: sizes, in the order of the operations.
-        shapes: sizes and strides of the tensors.
-        described: key of the operations, whatever kind of tensors they read.
         form: key of the function, whatever its numbers and sizes.
     """
 
@@ -355,29 +305,29 @@ class RecordedFunction:
         kept: Sequence[int],
         kind_of: Callable[[Tensor, bool], Any],
     ) -> None:
-        self.numbers: list[float] = []
+        self.numbers: list[float] = []  # to calculate with, in the order of the operations
+        self.positions: list[int] = []  # of these numbers, among those of the segment
         self.sizes: list[int] = []
+        self.is_together = False  # whether it is several components that become one graph
+        self.bound: Mapping[int, Tensor] = {}  # values that are the graph's attributes then: always the same
+        self.shared: Mapping[int, int] = {}  # number's index -> index of the first that is always equal, then
+        self._segment = segment
         self.operations, self.kept = operations, kept
         self.inputs: list[int] = []
         self._order: dict[int, int] = {}
-        self.described = tuple(map(self._describe, operations))
+        self.described = tuple(map(self._describe, operations))  # whatever kind of tensors they read
         self.values = (*self.inputs, *kept)
         values = [segment.values[value] for value in self.values]
         self.tensors: list[Tensor] = [real(value.tensor) for value in values]
         self._kinds: list[Any] = []
-        self.look_at(segment, kind_of, len(values))
+        self.look_at(kind_of, len(values))
         self.shapes = tuple((value.spec.size, value.spec.stride) for value in values)
 
-    def look_at(self, segment: Segment, kind_of: Callable[[Tensor, bool], Any], count: int) -> None:
+    def look_at(self, kind_of: Callable[[Tensor, bool], Any], count: int) -> None:
         """Look at the kinds of the first tensors, which error terms change and the form depends on."""
+        written = self._segment.written
         self._kinds[:count] = [
-            (
-                len(segment.values[value].spec.size),
-                tensor.dtype,
-                tensor.device,
-                type(tensor),
-                kind_of(tensor, value in segment.written),
-            )
+            (tensor.dim(), tensor.dtype, tensor.device, type(tensor), kind_of(tensor, value in written))
             for value, tensor in zip(self.values[:count], self.tensors, strict=False)
         ]
         kept = tuple(self._order[value] for value in self.kept)
@@ -387,6 +337,7 @@ class RecordedFunction:
         """Describe an operation by numbers within the component, without its numbers and sizes."""
         order = self._order
         self.numbers += operation.numbers
+        self.positions += range(operation.first_number, operation.first_number + len(operation.numbers))
         self.sizes += operation.sizes
         read = []
         for value in operation.tensors:
@@ -404,39 +355,30 @@ class RecordedFunction:
         of_these, of_any = (hashlib.sha256(text.encode()).hexdigest()[:16] for text in texts)
         return of_these, of_any
 
-    def passed(self, bound: Collection[int]) -> list[Tensor]:
-        """Return the tensors that code takes which has the values ``bound`` as its own."""
-        if not bound:
+    def passed(self) -> list[Tensor]:
+        """Return the tensors that the function's code takes: without ``bound``, which are its own."""
+        if not self.bound:
             return self.tensors
-        return [tensor for value, tensor in zip(self.values, self.tensors, strict=True) if value not in bound]
+        values = zip(self.values, self.tensors, strict=True)
+        return [tensor for value, tensor in values if value not in self.bound]
 
     def operators_of(self, numbers: Collection[int]) -> set[Signature]:
         """Return the operators that calculate with the numbers at some positions."""
-        found, first = set(), 0
-        for operation in self.operations:
-            if any(first <= position < first + len(operation.numbers) for position in numbers):
-                found.add(operation.signature)
-            first += len(operation.numbers)
-        return found
+        operators = [each.signature for each in self.operations for _ in each.numbers]
+        return {operators[position] for position in numbers}
 
-    def module(
-        self, inputs: Collection[int], *, takes_sizes: bool, together: Together | None, scope: SymbolicScope
-    ) -> GraphModule:
+    def module(self, inputs: Collection[int], *, takes_sizes: bool, scope: SymbolicScope) -> GraphModule:
         """Build a graph of the function, with its tensors as inputs, then numbers, then sizes.
 
-        Args:
-            inputs: positions of the numbers that are inputs, as 0-d tensors; others are constants.
-            takes_sizes: whether sizes are inputs, not constants.
-            together: facts about components that become one graph; its nodes have the entry
-                ``example_value`` of ``meta``, by which Dynamo's graphs tell what they return.
-            scope: makes the example values.
+        ``inputs`` are the positions of the numbers that are inputs, as 0-d tensors; others are constants. If
+        the function is several components, nodes have the entry ``example_value`` of ``meta``, made by the
+        scope, by which Dynamo's graphs tell what they return.
         """
         graph = Graph()
-        bound, shared = ({}, {}) if together is None else (together.bound, together.shared)
-        named = {f"bound{value}": tensor for value, tensor in bound.items()}
-        nodes = {value: graph.get_attr(f"bound{value}") for value in self.inputs if value in bound}
+        named = {f"bound{value}": tensor for value, tensor in self.bound.items()}
+        nodes = {value: graph.get_attr(f"bound{value}") for value in self.inputs if value in self.bound}
         for i, value in enumerate(self.inputs):
-            if value not in bound:
+            if value not in self.bound:
                 nodes[value] = graph.placeholder(f"tensor{i}")
         targets = [graph.placeholder(f"result{i}") for i in range(len(self.kept))]
         given = {i: graph.placeholder(f"number{i}") for i in inputs}
@@ -444,7 +386,8 @@ class RecordedFunction:
         if takes_sizes:
             sizes = [graph.placeholder(f"size{i}") for i in range(len(sizes))]
         read = {i: graph.call_function(aten._local_scalar_dense.default, (n,)) for i, n in given.items()}
-        numbers_left = iter([read.get(shared.get(i, i), number) for i, number in enumerate(self.numbers)])
+        numbers = enumerate(self.numbers)
+        numbers_left = iter([read.get(self.shared.get(i, i), number) for i, number in numbers])
         sizes_left = iter(sizes)
         for operation in self.operations:
             arguments = operation.arguments(
@@ -457,10 +400,10 @@ class RecordedFunction:
         for target, value in zip(targets, self.kept, strict=True):
             graph.call_function(aten.copy_.default, (target, nodes[value]))
         graph.output(())
-        if together is not None:
-            specs = together.segment.values
+        if self.is_together:
+            values = self._segment.values
             made = [*nodes.items(), *zip(self.kept, targets, strict=True)]
-            examples: dict[Node, Any] = {node: scope.like(specs[value].spec) for value, node in made}
+            examples: dict[Node, Any] = {node: scope.like(values[value].spec) for value, node in made}
             examples |= zip(read.values(), scope.numbers, strict=True)
             for node in graph.nodes:  # an operator that writes returns its first operand
                 examples.setdefault(node, examples.get(next(iter(node.all_input_nodes), node)))
