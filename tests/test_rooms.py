@@ -631,7 +631,7 @@ TABLES = {
     ("state/error_terms.py", "_BY_OBJECT"): "error terms are found by tensor, and",
     ("state/error_terms.py", "_BY_STORAGE"): "by a region of its memory",
     ("capture/recorder.py", "_is_recording"): "of a thread: what runs now",
-    ("capture/stale_code.py", "_owner"): "of a thread: for whom it compiles now",
+    ("capture/compiled.py", "_owner"): "of a thread: for whom it compiles now",
     ("capture/watch.py", "_conversion"): "of a thread: what Dynamo converts now",
     ("clock.py", "is_taken"): "of a thread: who shows how long something takes",
     ("runtime/step.py", "STAND_INS"): "of a thread: what stands for absent gradients now",

@@ -1,15 +1,15 @@
 """Capture of a step: an accepted graph with named inputs, split into families of equal updates."""
 
 from collage_fx.capture.closures import first_call
-from collage_fx.capture.compiled import NotByFamily
+from collage_fx.capture.compiled import NotByFamily, note_write
 from collage_fx.capture.families import Families, families_of
 from collage_fx.capture.foreach import with_lists_apart
 from collage_fx.capture.inputs import describe_input, describe_inputs
 from collage_fx.capture.members import give_up_rows, has_stand_ins, stand_in_for
-from collage_fx.capture.new_state import forget_new_state
 from collage_fx.capture.numbers import decompositions
 from collage_fx.capture.recording import RecordedPart, Request
 from collage_fx.capture.refusals import (
+    forget_new_state,
     number_of_the_past,
     refuse_aliases,
     refuse_devices,
@@ -20,7 +20,6 @@ from collage_fx.capture.refusals import (
     refuse_unsupported,
 )
 from collage_fx.capture.segment import Deferred
-from collage_fx.capture.stale_code import note_write
 from collage_fx.capture.watch import (
     expect_some_gradients,
     forget_compiled_step,

@@ -21,10 +21,15 @@ from torch.utils.weak import TensorWeakRef
 
 from collage_fx.capture.inputs import BornInStep, MadeInStep, SpanningClosure
 from collage_fx.capture.matching import Matcher
-from collage_fx.capture.new_state import forget_new_state, remember_state
 from collage_fx.capture.progress import show_progress
 from collage_fx.capture.recorder import Numbers, Recorder, is_recording
-from collage_fx.capture.refusals import refuse_distributed, refuse_optimizer, refuse_packed
+from collage_fx.capture.refusals import (
+    forget_new_state,
+    refuse_distributed,
+    refuse_optimizer,
+    refuse_packed,
+    remember_state,
+)
 from collage_fx.errors import CollageError, RecompileLimitError, raise_or_warn
 from collage_fx.state import (
     KnownTensor,

@@ -15,7 +15,9 @@ from __future__ import annotations
 import itertools
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from types import SimpleNamespace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -42,7 +44,7 @@ from collage_fx.graph import (
 )
 from collage_fx.numerics import is_low_precision
 from collage_fx.runtime import refuse_layout
-from collage_fx.state import KnownTensor, held_optimizers, is_packed, parameter_names
+from collage_fx.state import KnownTensor, has_state, held_optimizers, is_packed, parameter_names
 from collage_fx.torch_compat import (
     OTHER_VERSIONS,
     aot_input_of,
@@ -52,6 +54,7 @@ from collage_fx.torch_compat import (
     is_wrapper,
     local_tensor,
     misfits,
+    records,
     sharding_of,
     storage_of,
     version_of,
@@ -335,3 +338,31 @@ def _sharing_memory(known: Iterable[KnownTensor]) -> list[str]:
         if tensor.layout is torch.strided and is_low_precision(tensor.dtype):
             groups.setdefault(storage_of(tensor), []).append(entry.name)
     return next((names for names in groups.values() if len(names) > 1), [])
+
+
+@dataclass
+class _BeforeTrace:
+    """State that an optimizer had before it was last traced: a part of its record."""
+
+    trace: Any  # mark that tells this trace from others
+    known: dict[int, bool]  # ``id`` of each key that had an entry -> whether the entry was state, not empty
+
+
+def remember_state(optimizer: Optimizer, trace: Any) -> None:
+    """Remember which parameters have state when a trace begins; later calls in the same trace change nothing.
+
+    Dynamo lets the optimizers of torch.optim initialise their state (zeros) while it traces them.
+    """
+    before = records.find(optimizer, _BeforeTrace)
+    if before is None or before.trace != trace:
+        known = {id(key): has_state(optimizer, key) for key in optimizer.state}
+        records.put(optimizer, _BeforeTrace(trace, known))
+
+
+def forget_new_state(optimizer: Optimizer) -> None:
+    """Remove the state of a refused step: state that was initialised since :func:`remember_state`."""
+    if (before := records.find(optimizer, _BeforeTrace)) is not None:
+        for key in list(optimizer.state):
+            had_state = before.known.get(id(key))
+            if had_state is None or (not had_state and has_state(optimizer, key)):
+                del optimizer.state[key]

@@ -65,6 +65,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from collage_fx.capture.compiled import CompiledCode, compiling_for
 from collage_fx.capture.members import (
     add_stand_ins,
     all_come_and_go,
@@ -74,7 +75,6 @@ from collage_fx.capture.members import (
     note_gradients,
     remove_stand_ins,
 )
-from collage_fx.capture.new_state import forget_new_state, remember_state
 from collage_fx.capture.numbers import scheduled_numbers
 from collage_fx.capture.progress import show_progress
 from collage_fx.capture.recorder import is_recording
@@ -95,11 +95,12 @@ from collage_fx.capture.recording import (
 )
 from collage_fx.capture.refusals import (
     CALL_INIT,
+    forget_new_state,
     refuse_optimizer,
     refuse_uninitialized,
     refuse_unknown_torch,
+    remember_state,
 )
-from collage_fx.capture.stale_code import CompiledCode, compiling_for
 from collage_fx.capture.thinning import rows_to_trace
 from collage_fx.capture.updates import line_that_updates, within_reach
 from collage_fx.errors import (
