@@ -233,7 +233,7 @@ def start_watch() -> None:
     """Start watching Dynamo and eager steps. A second call replaces the first."""
     watch_conversions(
         Watch(
-            _is_ours,
+            lambda backend: hasattr(backend, "stands_for") or hasattr(backend, "compensates"),
             Request.of,
             _before_conversion,
             _within_conversion,
@@ -249,11 +249,6 @@ def start_watch() -> None:
     )
     handle_stances(Request.of, is_recording, _before_call)
     before_eager_steps(_before_eager_step)
-
-
-def _is_ours(backend: Any) -> bool:
-    """Return whether an argument of ``torch.compile`` is a backend of ours."""
-    return hasattr(backend, "stands_for") or hasattr(backend, "compensates")
 
 
 def _request_now() -> Request | None:
