@@ -68,10 +68,7 @@ def signature_of(operator: Any) -> Signature:
 
 
 def _quantity(kind: Any) -> str:
-    """Return the meaning of a number in an argument of some type.
-
-    It is ``"number"`` to calculate with, ``"size"``, or ``""`` for anything else (a dimension, say).
-    """
+    """Return the meaning of a number in an argument: "number" to calculate with, "size", "" for others."""
     if kind.kind() in ("ListType", "OptionalType"):
         return _quantity(kind.getElementType())
     kinds = {"NumberType": "number", "FloatType": "number", "TensorType": "number", "SymIntType": "size"}
