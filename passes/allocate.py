@@ -68,4 +68,4 @@ def _reads(program: StepProgram) -> Iterator[ReadExpansion]:
     read = whole.difference(state.position for state in program.states)
     for position, node in enumerate(placeholders(program.gm.graph)):
         if position in read and is_low_precision_tensor(node):
-            yield ReadExpansion(node, position, program.inputs[position], program.error_format)
+            yield ReadExpansion(node, position, program.inputs[position], chosen_format=program.error_format)

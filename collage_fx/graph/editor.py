@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -45,6 +44,9 @@ class GraphEditor:
         gm: the module whose graph is edited in place.
         made_by: name of the pass.
     """
+
+    #: Context manager: operations on real tensors, for numbers known at compile time.
+    real_tensors = staticmethod(real_tensors)
 
     gm: GraphModule
     made_by: str
@@ -100,23 +102,26 @@ class GraphEditor:
         node.meta[PASS_MARK] = self.made_by
         return node
 
-    def inline(self, function: Callable[..., Any], *args: Any, elementwise: bool = True) -> tuple[Node, ...]:
+    def inline(
+        self, function: Callable[..., Any], *args: Any, elementwise: bool = True, **kwargs: Any
+    ) -> tuple[Node, ...]:
         """Trace an eager function of tensors and put its operations at the insertion point.
 
         Args:
-            function: takes the tensors that ``args`` stand for and returns a tensor or a flat tuple of
-                tensors.
+            function: takes the tensors that ``args`` and ``kwargs`` stand for and returns a tensor or a flat
+                tuple of tensors.
             args: nodes and Python constants. A symbolic number (a ``lr`` that a scheduler changes) becomes a
                 0-d tensor.
             elementwise: whether the function ignores shapes: it is then traced once per dtype and device of
                 its arguments and replayed for every tensor; otherwise traced once per layout.
+            kwargs: more nodes and constants.
 
         Returns:
             one node per tensor returned.
         """
-        args = tuple(self._as_tensor(arg) for arg in args)
-        traced = self._trace(function, args, elementwise=elementwise)
-        tensors = iter(arg for arg in args if isinstance(arg, Node))
+        values = [self._as_tensor(value) for value in (*args, *kwargs.values())]
+        traced = self._trace(function, values, tuple(kwargs), elementwise=elementwise)
+        tensors = iter(value for value in values if isinstance(value, Node))
         replayed: dict[Node, Node] = {}
         for node in traced.graph.nodes:
             if node.op == "placeholder":
@@ -135,29 +140,31 @@ class GraphEditor:
         dtype = torch.float64 if isinstance(value, (float, torch.SymFloat)) else torch.int64
         return self.call(aten.scalar_tensor.default, arg, dtype=dtype)
 
-    def _trace(self, function: Callable[..., Any], args: Sequence[Any], *, elementwise: bool) -> GraphModule:
-        key = (function, *(_signature(arg, elementwise=elementwise) for arg in args))
+    def _trace(
+        self, function: Callable[..., Any], values: Sequence[Any], names: Sequence[str], *, elementwise: bool
+    ) -> GraphModule:
+        """Trace a function of values, the last of them keyword arguments."""
+        signatures = [_signature(value, elementwise=elementwise) for value in values]
+        key = (function, names, *signatures)
         if key not in self._traces:
 
             def of_tensors(*tensors: torch.Tensor) -> Any:
-                remaining = iter(tensors)
-                return function(*(next(remaining) if isinstance(arg, Node) else arg for arg in args))
+                remaining, first = iter(tensors), len(values) - len(names)
+                given = [next(remaining) if isinstance(value, Node) else value for value in values]
+                return function(*given[:first], **dict(zip(names, given[first:], strict=True)))
 
             tracer = make_fx(of_tensors, decomposition_table=functional_decompositions())
             with self.fake_mode, torch.no_grad():
                 # Fresh tensors: make_fx merges the placeholders of one tensor that is passed twice.
-                kinds = [kind for arg, kind in zip(args, key[1:], strict=True) if isinstance(arg, Node)]
+                kinds = (
+                    kind for kind, value in zip(signatures, values, strict=True) if isinstance(value, Node)
+                )
                 samples = [
                     torch.empty_strided(size, stride, dtype=dtype, device=device)
                     for dtype, device, size, stride in kinds
                 ]
                 self._traces[key] = tracer(*samples)
         return self._traces[key]
-
-    @staticmethod
-    def real_tensors() -> AbstractContextManager[None]:
-        """Context manager: operations on real tensors, for numbers known at compile time."""
-        return real_tensors()
 
     def replace(self, node: Node, result: Node) -> None:
         """Replace a node, for all that read it, by a result whose strides may differ."""

@@ -19,10 +19,9 @@ ONCE: tuple[int | None, int] = (None, 0)
 
 @dataclass(frozen=True)
 class Repetition:
-    """Map from the *small* graph, with one member of each family, to the whole graph.
+    """Map from the *small* graph, with one member of each family, to the whole graph of ``inputs`` inputs.
 
     Attributes:
-        inputs: the number of inputs of the whole graph.
         copies: for each input of the small graph, the indices of its copies in the whole graph: an index per
             member of its family, or a single index if the input is common to all families.
         owners: for each input of the small graph, its family; None if it is common.
@@ -68,22 +67,15 @@ class Repetition:
             owned_by: for each additional input the earlier input that it belongs to. The additional inputs of
                 an input are neighbours, and so are, in the whole graph, those of each of its copies.
         """
-        order = [
-            (i, member)
-            for position, of_one in itertools.groupby(range(len(owned_by)), owned_by.__getitem__)
-            for numbers in [list(of_one)]
-            for member in range(len(self.copies[position]))
-            for i in numbers
-        ]
-        indices = {each: index for index, each in enumerate(order, self.inputs)}
-        copies = [
-            tuple(indices[i, member] for member in range(len(self.copies[position])))
-            for i, position in enumerate(owned_by)
-        ]
+        copies: list[list[int]] = [[] for _ in owned_by]
+        inputs = itertools.count(self.inputs)
+        for position, of_one in itertools.groupby(range(len(owned_by)), owned_by.__getitem__):
+            for _, i in itertools.product(self.copies[position], of_one):
+                copies[i].append(next(inputs))
         return replace(
             self,
-            inputs=self.inputs + len(order),
-            copies=(*self.copies, *copies),
+            inputs=next(inputs),
+            copies=(*self.copies, *map(tuple, copies)),
             owners=(*self.owners, *(self.owners[position] for position in owned_by)),
         )
 

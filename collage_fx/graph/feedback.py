@@ -24,7 +24,7 @@ from collections.abc import Collection, Sequence
 
 from torch.fx import Node
 
-from collage_fx.graph.nodes import operands_of, reached, readers_of, unconverted
+from collage_fx.graph.nodes import made_of, operands_of, reached, readers_of, unconverted
 from collage_fx.graph.operator_facts import is_movement
 from collage_fx.graph.program import StateTensor
 
@@ -48,7 +48,7 @@ def fed_back(state: StateTensor, others: Sequence[StateTensor]) -> set[Node]:
     found = set[Node]()
     for other in others:
         if other.placeholder in made_from and (last := new_value(other)) in made_of_it:
-            found |= made_of_it & {last, *reached([last], operands_of)}
+            found |= made_of_it & made_of(last)
     return found
 
 

@@ -6,7 +6,7 @@ from torch.fx import Node
 
 from collage_fx.errors import GraphInvariantError
 from collage_fx.graph.nodes import is_copy_to_input, placeholders
-from collage_fx.graph.program import ReadExpansion, StateTensor, StepProgram
+from collage_fx.graph.program import StepProgram
 from collage_fx.torch_compat import OpOverload, schema_of
 
 
@@ -23,13 +23,15 @@ def verify(program: StepProgram, *, after: str, compensated: bool = False) -> No
     _check_inputs(program, after)
     stored: set[Node] = set()
     for node in graph.nodes:
-        if node.op == "call_function" and "val" not in node.meta and not _returns_nothing(node):
+        schema = schema_of(node.target) if isinstance(node.target, OpOverload) else None
+        returns_nothing = schema is not None and not schema.returns
+        if node.op == "call_function" and "val" not in node.meta and not returns_nothing:
             raise GraphInvariantError(
                 'a node without meta["val"]', where=f"{node.format_node()} after {after}"
             )
         if is_copy_to_input(node):
             _check_store(node, stored, after)
-        elif _mutates(node):
+        elif schema is not None and schema.is_mutable:
             raise GraphInvariantError(
                 "mutation outside the epilogue", where=f"{node.format_node()} after {after}"
             )
@@ -40,15 +42,10 @@ def verify(program: StepProgram, *, after: str, compensated: bool = False) -> No
         )
 
 
-def _returns_nothing(node: Node) -> bool:
-    return isinstance(node.target, OpOverload) and not schema_of(node.target).returns
-
-
 def _check_inputs(program: StepProgram, after: str) -> None:
     inputs = placeholders(program.gm.graph)
     captured, added = inputs[: len(program.inputs)], inputs[len(program.inputs) :]
-    owners: list[StateTensor | ReadExpansion] = [*program.states, *program.reads]
-    expected = [node for owner in owners for node in owner.added_inputs]
+    expected = [node for owner in (*program.states, *program.reads) for node in owner.added_inputs]
     if added != expected:
         raise GraphInvariantError(f"additional inputs {added}, expected {expected}", where=f"after {after}")
     for state in program.states:
@@ -57,8 +54,7 @@ def _check_inputs(program: StepProgram, after: str) -> None:
 
 
 def _check_store(node: Node, stored: set[Node], after: str) -> None:
-    destination, source = node.args[:2]
-    assert isinstance(destination, Node)
+    destination, source = node.all_input_nodes[0], node.args[1]
     where = f"{node.format_node()} after {after}"
     if not isinstance(source, Node):
         raise GraphInvariantError("a stored value that is not a node", where=where)
@@ -70,7 +66,3 @@ def _check_store(node: Node, stored: set[Node], after: str) -> None:
         raise GraphInvariantError(f"a value of {value.dtype} stored into a tensor of {to.dtype}", where=where)
     if to.shape != value.shape:
         raise GraphInvariantError(f"a value of shape {value.shape} stored into shape {to.shape}", where=where)
-
-
-def _mutates(node: Node) -> bool:
-    return isinstance(node.target, OpOverload) and schema_of(node.target).is_mutable

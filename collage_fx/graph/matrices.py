@@ -38,7 +38,6 @@ from collage_fx.graph.operator_facts import (
     passed_operand,
 )
 from collage_fx.graph.program import Kind, Role, StateTensor
-from collage_fx.torch_compat import OpOverload
 
 aten = torch.ops.aten
 
@@ -55,7 +54,8 @@ def is_unbounded(state: StateTensor, exact: Collection[Node], moved: Collection[
         moved: nodes between the old and the new value of a parameter, which an update is added to.
     """
     if state.info.role is Role.NEW:
-        return any(is_matrix_product(node.target) or _factorizes(node) for node in addends_of(state))
+        addends = addends_of(state)
+        return any(is_matrix_product(node.target) or factorizes(operator_of(node)) for node in addends)
     if state.info.role is not Role.STATE:
         return False
     if state.recurrence.kind is Kind.OVERWRITE:
@@ -96,11 +96,6 @@ def _is_product(node: Node) -> bool:
     return all(each is not None and each.dim() and each.numel() < value.numel() for each in factors)
 
 
-def _factorizes(node: Node) -> bool:
-    target = operator_of(node)
-    return isinstance(target, OpOverload) and factorizes(target)
-
-
 def _mixes(node: Node, dependent: Collection[Node], sources: Collection[Node]) -> bool:
     """Return whether an operation may enlarge an error of one element into errors of others."""
     if is_matrix_product(node.target):
@@ -131,10 +126,6 @@ def _needs_no_rounding(node: Node, exact: Collection[Node]) -> bool:
 
 
 def _keeps_relative_error(node: Node) -> bool:
-    packet, facts = getattr(node.target, "overloadpacket", node.target), facts_of(node.target)
-    return (
-        facts.sign in ("*", "/")
-        or is_movement(node)
-        or passed_operand(node) is not None
-        or packet in _KEEP_RELATIVE_ERROR
-    )
+    packet = getattr(node.target, "overloadpacket", node.target)
+    keeps_elements = is_movement(node) or passed_operand(node) is not None
+    return keeps_elements or packet in _KEEP_RELATIVE_ERROR or facts_of(node.target).sign in ("*", "/")

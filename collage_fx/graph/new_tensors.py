@@ -33,9 +33,8 @@ from collage_fx.graph.nodes import (
     is_copy_to_input,
     is_dense,
     is_low_precision_tensor,
-    operands_of,
+    made_of,
     placeholders,
-    reached,
     tensor_value,
 )
 from collage_fx.graph.operator_facts import (
@@ -68,9 +67,8 @@ def results_to_inputs(program: StepProgram) -> dict[int, int]:
         return {}
     graph, repetition = program.gm.graph, program.repetition
     results = list(pytree.tree_leaves(graph.output_node().args))
-    owners = {
-        k: owner for k in _rounded(program, results) if (owner := _owner(program, results, k)) is not None
-    }
+    found = ((k, _owner(program, k, results[k])) for k in _rounded(program, results))
+    owners = {k: owner for k, owner in found if owner is not None}
     order = sorted(owners, key=owners.__getitem__)  # results of one owner are neighbours
     first, last = len(placeholders(graph)), placeholders(graph)[-1]
     for k in order:
@@ -178,13 +176,10 @@ def _is_rounded(node: Node, kept_up: set[Node]) -> bool:
     return is_computed or node in kept_up
 
 
-def _owner(program: StepProgram, results: list[Node | None], k: int) -> int | None:
-    """Return the position of an input whose family a result belongs to; None if there is none."""
-    result, repetition = results[k], program.repetition
-    assert result is not None
-    made_of = reached([result], operands_of)
-    inputs = placeholders(program.gm.graph)
+def _owner(program: StepProgram, k: int, result: Node) -> int | None:
+    """Return the position of an input whose family the result k belongs to; None if there is none."""
+    inputs, repetition, sources = placeholders(program.gm.graph), program.repetition, made_of(result)
     owned = [i for i in range(len(inputs)) if repetition.owners[i] is not None]
     members = max(1, sum(each == k for each, _ in repetition.outputs))
-    alike = [i for i in owned if made_of.isdisjoint(inputs) and len(repetition.copies[i]) == members]
-    return next((i for i in owned if inputs[i] in made_of), next(iter(alike), None))
+    alike = [i for i in owned if sources.isdisjoint(inputs) and len(repetition.copies[i]) == members]
+    return next((i for i in owned if inputs[i] in sources), next(iter(alike), None))

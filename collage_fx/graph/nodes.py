@@ -127,6 +127,11 @@ def readers_of(node: Node) -> list[Node]:
     return [user for user in node.users if not is_copy_to_input(user)]
 
 
+def made_of(*values: Node, up_to: Collection[Node] = ()) -> set[Node]:
+    """Return values and the nodes that they are computed from; ``up_to``: nodes not to look behind."""
+    return {*values, *reached(values, lambda node: [] if node in up_to else operands_of(node))}
+
+
 def operator_name(target: Any) -> str:
     """Return the name of a node's target without the overload: ``add`` for ``aten.add.Tensor``."""
     return str(getattr(getattr(target, "overloadpacket", target), "__name__", target))

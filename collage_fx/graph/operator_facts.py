@@ -311,13 +311,10 @@ def passed_operand(node: Any) -> Node | None:
     position = facts_of(node.target).passes if isinstance(node, Node) else None
     operand = None if position is None else node.args[position]
     value, source = tensor_value(node), tensor_value(operand)
-    if value is None or source is None or (value.dtype != source.dtype and _cuts_fractions(source, value)):
+    if value is None or source is None:
         return None
-    return operand
-
-
-def _cuts_fractions(source: Tensor, value: Tensor) -> bool:
-    return source.is_floating_point() and (not value.is_floating_point() or value.itemsize < 2)
+    is_wide = value.is_floating_point() and value.itemsize >= 2
+    return operand if is_wide or value.dtype == source.dtype or not source.is_floating_point() else None
 
 
 def source_of(node: Any) -> Any:
@@ -392,11 +389,13 @@ def drawn_range(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> 
     return given.get("low") or 0, given.get("high")
 
 
-def factorizes(target: OpOverload) -> bool:
+def factorizes(target: Any) -> bool:
     """Return whether an operator factorizes matrices, or reads factors; both may fail.
 
     torch has none of them for 16-bit formats on the CPU.
     """
+    if not isinstance(target, OpOverload):
+        return False
     name = schema_of(target).name.partition("::")[2].lstrip("_")
     is_sum = torch.Tag.reduction in target.tags or name in ("linalg_cross", "linalg_matrix_exp")
     factorizing = ("linalg_", "cholesky", "geqrf", "ormqr", "svd", "triangular_solve")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import KW_ONLY, dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -13,7 +13,7 @@ from torch.fx import GraphModule, Node
 from collage_fx.choices import Arithmetic, Changes, Rounding, Strategy
 from collage_fx.errors import FailedPassError
 from collage_fx.graph.families import Repetition
-from collage_fx.graph.nodes import copies_to_inputs, copy_of, placeholders, stored, tensor_value
+from collage_fx.graph.nodes import copies_to_inputs, copy_of, placeholders, stored
 from collage_fx.numerics import ErrorFormat, FloatFormat, storage_format
 
 if TYPE_CHECKING:
@@ -21,17 +21,13 @@ if TYPE_CHECKING:
 
 
 class Role(enum.Enum):
-    """Role of a step's input for the user.
-
-    CARRIED: a tensor that a recorded step computes in one graph and uses in a later graph. NEW: a tensor that
-    a captured step creates and returns.
-    """
+    """Role of a step's input for the user."""
 
     PARAMETER = "parameter"
     STATE = "state"
     GRADIENT = "gradient"
-    CARRIED = "carried"
-    NEW = "new"
+    CARRIED = "carried"  # a tensor that a recorded step computes in one graph and uses in a later graph
+    NEW = "new"  # a tensor that a captured step creates and returns
     OTHER = "other"
 
 
@@ -42,7 +38,6 @@ class InputInfo:
     Attributes:
         name: the user's name of the input, such as ``param_groups[0].params[3].exp_avg``.
         symbol: short name for recurrences, such as ``exp_avg``; a parameter is ``p``, its gradient ``g``.
-        role: parameter, optimizer state, gradient or other.
         tensor: the real tensor met while compiling, None for numbers and for inputs that AOTAutograd added.
         bound: whether it is an attribute of the captured module, so the same tensor in every call.
         cut_from: number of elements of the whole DTensor if the input is a shard of it; 0 if it is not cut.
@@ -77,7 +72,6 @@ class Recurrence:
 
     Attributes:
         expression: the new value; other state tensors' new values appear as primed symbols.
-        kind: see :class:`Kind`.
         slopes: the coefficients of the old value, one per branch of a piecewise linear update (maximum,
             where): a number if known at compile time, otherwise a SymPy expression. Empty if the dependence
             is not linear.
@@ -96,7 +90,6 @@ class Verdict:
 
     Attributes:
         lossy: whether storing it rounded to nearest loses the update.
-        reason: why.
         noise: relative rms error if it is stored rounded by dither, from ``dithered_noise``; None if unknown.
     """
 
@@ -106,13 +99,54 @@ class Verdict:
 
 
 @dataclass
-class StateTensor:
+class Expansion:
+    """Input that may be stored in an error format.
+
+    Attributes:
+        position: its index among the graph's inputs.
+        chosen_format: the format in which it becomes an expansion, None if it does not.
+        auxiliaries: set by ``allocate``: placeholders of its error format's auxiliary tensors.
+        start: set by ``allocate`` for a dithered format: placeholder of the index of its first element.
+    """
+
+    placeholder: Node
+    position: int
+    info: InputInfo
+    _: KW_ONLY
+    chosen_format: ErrorFormat | None = None
+    auxiliaries: tuple[Node, ...] = ()
+    start: Node | None = None
+
+    @property
+    def packed(self) -> bool:
+        """Whether auxiliaries alone hold the tensor, so that the step neither reads nor writes hi."""
+        return self.chosen_format is not None and not self.chosen_format.keeps_hi
+
+    @property
+    def error_format(self) -> ErrorFormat:
+        """Error format of a tensor that becomes an expansion."""
+        assert self.chosen_format is not None
+        return self.chosen_format
+
+    @property
+    def added_inputs(self) -> tuple[Node, ...]:
+        """Placeholders of an expansion other than hi, which the error format's ``store`` takes behind hi."""
+        return self.auxiliaries if self.start is None else (*self.auxiliaries, self.start)
+
+
+@dataclass
+class ReadExpansion(Expansion):
+    """Low-precision input with error terms that the step reads but does not mutate.
+
+    For example a parameter in the update of its moving average, which averages hi + lo, not hi.
+    """
+
+
+@dataclass
+class StateTensor(Expansion):
     """Input that the step mutates: of low precision, or float32 if state is to be packed.
 
     Attributes:
-        placeholder: the graph input.
-        position: its index among the graph's inputs.
-        info: name and role.
         store: its ``copy_`` in the epilogue.
         recurrence, verdict: how its new value depends on its old one, and whether storing it loses bits.
         replaces_terms: set by ``analyze``: whether a recorded step makes it in the place of a tensor whose
@@ -122,22 +156,15 @@ class StateTensor:
             a parameter's update: Note [State of the size of weights] in ``graph/cancellation.py``.
         is_unbounded: set by ``analyze``: whether no bound is known for what its rounding does: Note [State
             without a bound] in ``graph/matrices.py``.
-        chosen_format: set by ``analyze``: the error format in which it becomes an expansion, None if it does
-            not.
         selection: why it is, or is not, compensated under the chosen strategy.
         not_packed: why it stays unpacked although state is to be packed; empty if packed or not to be.
         refusal: set by the compensating pass: why it could not keep the error term; empty if it could.
         remedy: set by the compensating pass: what the user can do about the refusal; the arithmetic's usual
             advice if empty.
-        auxiliaries: set by ``allocate``: placeholders of its error format's auxiliary tensors.
-        start: set by ``allocate`` for a dithered format: placeholder of the index of its first element.
         dithers_sum: set by ``sum-changes``: whether the sum that is stored is rounded by dither.
         rounded: set by ``repay``: hi and the auxiliaries that are stored, rounded to nearest.
     """
 
-    placeholder: Node
-    position: int
-    info: InputInfo
     store: Node
     recurrence: Recurrence
     verdict: Verdict
@@ -145,13 +172,10 @@ class StateTensor:
     is_weight_sized: bool = False
     amplification: float = 0.0
     is_unbounded: bool = False
-    chosen_format: ErrorFormat | None = None
     selection: str = ""
     not_packed: str = ""
     refusal: str = ""
     remedy: str = ""
-    auxiliaries: tuple[Node, ...] = ()
-    start: Node | None = None
     dithers_sum: bool = False
     rounded: tuple[Node, ...] = ()
 
@@ -166,28 +190,12 @@ class StateTensor:
         return self.value.dtype is torch.float32
 
     @property
-    def packed(self) -> bool:
-        """Whether auxiliaries alone hold the tensor, so that the step neither reads nor writes hi."""
-        return self.chosen_format is not None and not self.chosen_format.keeps_hi
-
-    @property
-    def error_format(self) -> ErrorFormat:
-        """Error format of a tensor that becomes an expansion."""
-        assert self.chosen_format is not None
-        return self.chosen_format
-
-    @property
     def written(self) -> tuple[Node, ...]:
         """Auxiliaries that the step writes: without the count of dither if it rounds nothing by dither."""
         if self.chosen_format is None or not self.chosen_format.is_dithered:
             return self.auxiliaries
         is_counted = self.dithers_sum if self.chosen_format.dithers_sums else not self.rounded
         return self.auxiliaries if is_counted else self.auxiliaries[:-1]
-
-    @property
-    def added_inputs(self) -> tuple[Node, ...]:
-        """Placeholders of an expansion other than hi, which the error format's ``store`` takes behind hi."""
-        return self.auxiliaries if self.start is None else (*self.auxiliaries, self.start)
 
     @property
     def depends_on_old_value(self) -> bool:
@@ -202,41 +210,11 @@ class StateTensor:
     @property
     def value(self) -> torch.Tensor:
         """FakeTensor of the input: its shape, strides, dtype and device."""
-        value = tensor_value(self.placeholder)
-        assert value is not None
-        return value
+        return self.placeholder.meta["val"]
 
     @property
     def format(self) -> FloatFormat:
         return storage_format(self.value.dtype)
-
-
-@dataclass
-class ReadExpansion:
-    """Low-precision input with error terms that the step reads but does not mutate.
-
-    For example a parameter in the update of its moving average, which averages hi + lo, not hi.
-
-    Attributes:
-        placeholder, position, info, error_format, auxiliaries, start: as in :class:`StateTensor`.
-    """
-
-    placeholder: Node
-    position: int
-    info: InputInfo
-    error_format: ErrorFormat
-    auxiliaries: tuple[Node, ...] = ()
-    start: Node | None = None
-
-    @property
-    def packed(self) -> bool:
-        """Whether auxiliaries alone hold the tensor, as in :class:`StateTensor`."""
-        return not self.error_format.keeps_hi
-
-    @property
-    def added_inputs(self) -> tuple[Node, ...]:
-        """Placeholders of an expansion other than hi, as in :class:`StateTensor`."""
-        return self.auxiliaries if self.start is None else (*self.auxiliaries, self.start)
 
 
 @dataclass
@@ -261,12 +239,10 @@ class StepProgram:
         rounding: rounding of state without error terms: see :class:`~collage_fx.CollageBackend`.
         changes: whether the changes of a state are summed before they are added to it, likewise.
         summed: set by ``sum-changes``: number of updates that it has rewritten.
-        packed: ``(format of signed state, format of never negative state)`` if state is packed; else None.
+        packed: ``(format of signed state, format of never negative state)`` if state is packed.
         takes_float32: whether float32 parameters and their state are among ``states``, because state is to be
             packed or its bytes are limited.
         captured: a copy of the graph before any pass if the step is measured; else None.
-        states: set by ``analyze``.
-        reads: set by ``allocate``.
         left_out: failures of optional passes and steps of the lowering, without which the step is compiled.
     """
 
@@ -390,6 +366,6 @@ class StepProgram:
         return go_back
 
     @property
-    def expansions(self) -> list[StateTensor | ReadExpansion]:
+    def expansions(self) -> list[Expansion]:
         """Inputs whose error formats have added inputs, in the order of the added inputs."""
         return [*self.expanded, *self.reads]

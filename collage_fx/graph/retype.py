@@ -29,14 +29,6 @@ from collage_fx.graph.operators import round_to_storage
 from collage_fx.numerics import UPPER_HALF, is_low_precision, storage_format
 
 
-def _is_on_grid(source: Node, dtype: torch.dtype) -> bool:
-    """Return whether the values of a node are known to be numbers of a low-precision dtype."""
-    value = tensor_value(source)
-    if source.target is UPPER_HALF:
-        return dtype is torch.bfloat16
-    return value is not None and value.dtype == dtype
-
-
 class Retyper:
     """Rewriter of a graph, in place, that carries low-precision values in float32.
 
@@ -81,12 +73,12 @@ class Retyper:
             node.args, node.kwargs = map_arg((node.args, node.kwargs), self._in_storage)
 
     def _visit_conversion(self, node: Node) -> None:
-        source, dtype = node.args
-        assert isinstance(source, Node)
-        assert isinstance(dtype, torch.dtype)
+        (source,), dtype = node.all_input_nodes, node.meta["val"].dtype
         if is_low_precision(dtype):
+            is_upper_half = source.target is UPPER_HALF and dtype is torch.bfloat16
+            is_on_grid = is_upper_half or source.meta["val"].dtype == dtype
             value = self.editor.convert(self._in_float32(source), torch.float32)
-            self._define(node, value, rounds=not _is_on_grid(source, dtype))
+            self._define(node, value, rounds=not is_on_grid)
         else:
             node.replace_all_uses_with(self.editor.convert(self._in_float32(source), dtype))
 
@@ -108,8 +100,7 @@ class Retyper:
 
     def _visit_element(self, node: Node) -> None:
         """Visit one result of several: float32 if a transparent operator made it, otherwise unchanged."""
-        results, index = node.args
-        assert isinstance(results, Node)
+        (results,), index = node.all_input_nodes, node.args[1]
         if results.meta["val"][index].dtype != node.meta["val"].dtype:
             self._float32[node] = self.editor.call(operator.getitem, results, index)
 
@@ -131,10 +122,9 @@ class Retyper:
 
     def _in_storage(self, node: Node) -> Node:
         """Return a low-precision node in its storage dtype: itself if it is memory, otherwise a cast."""
-        value = tensor_value(node)
         carrier = self._float32.get(node)
-        if value is None or carrier is None or node in self._memory:
+        if carrier is None or node in self._memory:
             return node
         if node not in self._stored:
-            self._stored[node] = self.editor.convert(carrier, value.dtype)
+            self._stored[node] = self.editor.convert(carrier, node.meta["val"].dtype)
         return self._stored[node]

@@ -113,14 +113,13 @@ def stays_positive(state: StateTensor) -> bool:
 
 def _stay_positive(program: StepProgram) -> set[Node]:
     """Return the states that are never negative if all of them start nonnegative, as counts of masks."""
-    positive = {state.placeholder: state for state in program.states if state.info.role is Role.STATE}
+    states = [state for state in program.states if state.info.role is Role.STATE]
     while True:
+        positive = {state.placeholder for state in states}
         signs = Signs(positive)
-        negative = [node for node, state in positive.items() if not signs.never_negative(new_value(state))]
-        if not negative:
-            return set(positive)
-        for node in negative:
-            del positive[node]
+        states = [state for state in states if signs.never_negative(new_value(state))]
+        if len(states) == len(positive):
+            return positive
 
 
 def moves_as_a_parameter(program: StepProgram, state: StateTensor) -> bool:

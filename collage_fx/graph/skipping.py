@@ -17,8 +17,8 @@ average's roundoff comes from the steps that are taken.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
 from itertools import takewhile
+from typing import NamedTuple
 
 import torch
 from torch.fx import Node
@@ -28,10 +28,8 @@ from collage_fx.graph.nodes import (
     copies_to_inputs,
     has_elements,
     is_number,
-    operands_of,
-    reached,
+    made_of,
     stored,
-    tensor_value,
     unconverted,
 )
 from collage_fx.graph.program import StateTensor
@@ -40,8 +38,7 @@ from collage_fx.numerics import ErrorFormat
 aten = torch.ops.aten
 
 
-@dataclass(frozen=True)
-class Skip:
+class Skip(NamedTuple):
     """Choice between a tensor's old value and its new value.
 
     Attributes:
@@ -53,11 +50,6 @@ class Skip:
     condition: Node
     changed: Node
     kept: int
-
-    def between(self, editor: GraphEditor, old: Node, new: Node) -> Node:
-        """Add the same choice between two other values."""
-        first, second = (old, new) if self.kept == 1 else (new, old)
-        return editor.call(aten.where.self, self.condition, first, second)
 
 
 def unless_skipped(placeholder: Node, new_value: Node) -> Node:
@@ -93,8 +85,7 @@ def restore(editor: GraphEditor, state: StateTensor, skips: Sequence[Skip]) -> N
         with editor.graph.inserting_before(store):
             for skip in reversed(skips):
                 if has_elements(part) or is_number(skip.condition):
-                    fitting = _fitting(editor, skip, state.value.dim(), part)
-                    store.update_arg(1, fitting.between(editor, part, stored(store)))
+                    store.update_arg(1, _chosen(editor, skip, state.value.dim(), part, stored(store)))
 
 
 def _keeps_codes(skip: Skip, state: StateTensor, fmt: ErrorFormat) -> bool:
@@ -105,16 +96,14 @@ def _keeps_codes(skip: Skip, state: StateTensor, fmt: ErrorFormat) -> bool:
     return fmt.by_rows and all(size == 1 for size in sizes[max(0, len(sizes) - state.value.dim() + 1) :])
 
 
-def _fitting(editor: GraphEditor, skip: Skip, dims: int, part: Node) -> Skip:
-    """Return a skip of rows of a tensor of ``dims`` dimensions, for a part with other dimensions."""
-    value = tensor_value(part)
-    if is_number(skip.condition) or value is None or value.dim() == dims:
-        return skip
-    sizes = skip.condition.meta["val"].shape
-    rows = sizes[0] if len(sizes) == dims else 1
-    return replace(
-        skip, condition=editor.call(aten.view.default, skip.condition, [rows, *[1] * (value.dim() - 1)])
-    )
+def _chosen(editor: GraphEditor, skip: Skip, dims: int, part: Node, new: Node) -> Node:
+    """Add the choice between a part's old and new value; the tensor has ``dims`` dimensions."""
+    condition, part_dims = skip.condition, part.meta["val"].dim()
+    if not is_number(condition) and part_dims != dims:  # a condition for whole rows
+        sizes = condition.meta["val"].shape
+        rows = sizes[0] if len(sizes) == dims else 1
+        condition = editor.call(aten.view.default, condition, [rows, *[1] * (part_dims - 1)])
+    return editor.call(aten.where.self, condition, *((part, new) if skip.kept == 1 else (new, part)))
 
 
 def _skips_of(state: StateTensor) -> list[Skip]:
@@ -133,7 +122,7 @@ def _skips(placeholder: Node, new_value: Node) -> list[Skip]:
 def _skip(placeholder: Node, new_value: Node) -> Skip | None:
     """Return the choice that computes a new value; None if there is none or it depends on the old value."""
     condition = new_value.args[0] if new_value.target is aten.where.self else None
-    if not isinstance(condition, Node) or placeholder in {condition, *reached([condition], operands_of)}:
+    if not isinstance(condition, Node) or placeholder in made_of(condition):
         return None
     for kept in (1, 2):
         if memory_read(new_value.args[kept]) is placeholder:
