@@ -26,12 +26,14 @@ from collage_fx.graph import (
     copies_to_inputs,
     facts_of,
     find_cancellation,
+    has_elements,
     ignores_values,
+    is_float32_tensor,
     is_low_precision_tensor,
     is_unbounded,
     judge,
+    made_of,
     moves_as_a_parameter,
-    operands_of,
     passed_operand,
     placeholders,
     reached,
@@ -158,14 +160,13 @@ def _float32_states(program: StepProgram) -> set[Node]:
     any_low = any(map(is_low_precision_tensor, parameters.values()))
     found = set()
     for node, info in infos.items():
-        value = tensor_value(node)
-        if value is None or value.dtype is not torch.float32:
+        if not is_float32_tensor(node):
             continue
         # A tensor of the state "a.b" of the parameter "w" is named "w.a.b".
         prefixes = accumulate(info.name.split("."), "{}.{}".format)
         owners = [parameters[prefix] for prefix in prefixes if prefix in parameters]
         is_beside_low = any(map(is_low_precision_tensor, owners)) if owners else any_low
-        is_state = info.role is Role.STATE and value.dim() > 0 and not is_beside_low
+        is_state = info.role is Role.STATE and has_elements(node) and not is_beside_low
         if is_state or info.role is Role.PARAMETER:
             found.add(node)
     return found
@@ -178,14 +179,12 @@ def _recurrences_of_replaced(
 
     With each comes whether the replaced tensor has error terms, chosen by a step or loaded.
     """
-    value = tensor_value(placeholder)
-    assert value is not None
     inputs = zip(placeholders(program.gm.graph), program.inputs, strict=True)
     for position, (node, info) in enumerate(inputs):
         old = tensor_value(node)
         if node in stores or info.role is not Role.STATE or old is None:
             continue
-        if old.shape == value.shape and is_low_precision_tensor(node):
+        if old.shape == placeholder.meta["val"].shape and is_low_precision_tensor(node):
             named = {**symbols, node: symbols[placeholder]}
             found = read_recurrence(node, stored(stores[placeholder]), named, {}, is_parameter=False)
             if found.kind is not Kind.OVERWRITE:
@@ -338,8 +337,7 @@ def _is_overwritten_parameter(state: StateTensor) -> bool:
 
 def _is_made_of_bits(state: StateTensor) -> bool:
     """Return whether the new value, or a value it is computed from, is reinterpreted bits."""
-    last = _stored(state)
-    return any(node.target is aten.view.dtype for node in (last, *reached([last], operands_of)))
+    return any(node.target is aten.view.dtype for node in made_of(_stored(state)))
 
 
 def _is_rounded_in_bits(state: StateTensor) -> bool:
@@ -358,10 +356,8 @@ def _gives_integers(node: Node) -> bool:
 
 def _is_computed_from_float32(target: StateTensor) -> bool:
     """Return whether a new value is computed from float32 inputs other than numbers."""
-    last = _stored(target)
-    found = (last, *reached([last], operands_of))
-    values = [tensor_value(node) for node in found if node.op == "placeholder"]
-    return any(v is not None and v.dtype is torch.float32 and v.dim() > 0 for v in values)
+    inputs = (node for node in made_of(_stored(target)) if node.op == "placeholder")
+    return any(is_float32_tensor(node) and has_elements(node) for node in inputs)
 
 
 def _determines(state: StateTensor, other: StateTensor, flow: _Flow) -> bool:
@@ -371,9 +367,7 @@ def _determines(state: StateTensor, other: StateTensor, flow: _Flow) -> bool:
 
 def _stored(state: StateTensor) -> Node:
     """Return the node that computes the new value, looking through casts and copies."""
-    node = source_of(state.store.args[1])
-    assert isinstance(node, Node)
-    return node
+    return source_of(state.store.args[1])
 
 
 def _select_gradient(program: StepProgram, state: StateTensor, flow: _Flow) -> tuple[bool, str]:

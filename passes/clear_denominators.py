@@ -66,11 +66,8 @@ class ClearDenominators(Pass):
 
 def _divisor(node: Node) -> Node | None:
     """Return the tensor with elements that a division divides by; None for other nodes."""
-    if node.target not in DIVISIONS or not has_elements(node.args[-1]):
-        return None
-    divisor = node.args[-1]
-    assert isinstance(divisor, Node)
-    return divisor
+    divisor: Any = node.args[-1] if node.target in DIVISIONS else None
+    return divisor if has_elements(divisor) else None
 
 
 def _clear(editor: GraphEditor, reader: _Reader, node: Node) -> bool:

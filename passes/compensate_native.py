@@ -40,7 +40,7 @@ sum of x and (c-1) x, not as the pair: the error is 2**-24 |c x| instead of 3 u*
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -55,6 +55,7 @@ from collage_fx.graph import (
     Kind,
     StateTensor,
     StepProgram,
+    components,
     copies_read_by,
     facts_of,
     fed_back,
@@ -62,8 +63,7 @@ from collage_fx.graph import (
     is_movement,
     is_transparent,
     keeps_grid,
-    operands_of,
-    reached,
+    made_of,
     restore,
     set_aside,
     tensor_value,
@@ -101,26 +101,22 @@ class CompensateNative(Pass):
 
 
 def _shared_paths(program: StepProgram) -> list[tuple[list[StateTensor], set[Node]]]:
-    """Group the states whose paths share nodes, as the slow and fast weights of an average do.
+    """Group the states of a dtype whose paths share nodes, as the slow and fast weights of an average do.
 
     Also states whose new value is computed from another's path: Note [Operands that are not added].
     """
-    found: list[tuple[list[StateTensor], set[Node], set[Node]]] = []
+    paths: dict[Node, set[Node]] = {}
     for state in program.compensated:
         own_term = fed_back(state, program.states)
-        path = own_term.union(state.recurrence.path, copies_read_by(own_term, state.placeholder))
-        made_of = set(path)
-        if not _keeps_old_value(state):
-            made_of |= {state.stored, *reached([state.stored], operands_of)}
-        states = [state]
-        apart = []
-        for others, other_path, others_made_of in found:
-            if made_of.isdisjoint(others_made_of) or others[0].value.dtype != state.value.dtype:
-                apart.append((others, other_path, others_made_of))
-            else:
-                states, path, made_of = [*others, *states], path | other_path, made_of | others_made_of
-        found = [*apart, (states, path, made_of)]
-    return [(states, path) for states, path, _ in found]
+        copies = copies_read_by(own_term, state.placeholder)
+        paths[state.placeholder] = own_term.union(state.recurrence.path, copies)
+
+    def nodes_of(state: StateTensor) -> Iterator[tuple[torch.dtype, Node]]:
+        sources = set[Node]() if _keeps_old_value(state) else made_of(state.stored)
+        return ((state.value.dtype, node) for node in paths[state.placeholder] | sources)
+
+    groups = components(program.compensated, nodes_of)
+    return [(states, set().union(*(paths[state.placeholder] for state in states))) for states in groups]
 
 
 def _keeps_old_value(state: StateTensor) -> bool:

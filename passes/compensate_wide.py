@@ -25,8 +25,8 @@ from collage_fx.graph import (
     is_conversion,
     is_copy_to_input,
     is_low_precision_tensor,
+    made_of,
     new_value,
-    operands_of,
     operator_of,
     reached,
     read_whole,
@@ -55,7 +55,9 @@ class CompensateWide(Pass):
     def run(self, program: StepProgram) -> str:
         editor = GraphEditor(program.gm, self.name)
         for state in program.expanded:
-            _load_moved_expansion(editor, state)
+            if state.stored.op == "placeholder":  # convert a stored input, so that its whole value is read
+                with editor.graph.inserting_before(state.store):
+                    state.store.update_arg(1, editor.convert(state.stored, torch.float32))
         order = {node: i for i, node in enumerate(editor.graph.nodes)}
         skips = [set_aside(state) for state in program.expanded]
         for state in program.compensated:
@@ -76,24 +78,11 @@ class CompensateWide(Pass):
             if state.packed:
                 editor.graph.erase_node(state.store)
         for expansion in program.expansions:
-            if expansion.packed:
-                _give_up_hi(editor, expansion.placeholder)
+            if expansion.packed:  # a value without memory, since the step does not use its hi
+                value = expansion.placeholder.meta["val"]
+                with editor.fake_mode:
+                    expansion.placeholder.meta["val"] = value.new_empty(()).expand(value.shape)
         return program.compensation
-
-
-def _load_moved_expansion(editor: GraphEditor, state: StateTensor) -> None:
-    """Convert a stored input to float32, so that its whole value is read."""
-    source = state.stored
-    if source.op == "placeholder":
-        with editor.graph.inserting_before(state.store):
-            state.store.update_arg(1, editor.convert(source, torch.float32))
-
-
-def _give_up_hi(editor: GraphEditor, placeholder: Node) -> None:
-    """Give a packed tensor's placeholder a value without memory, since the step does not use its hi."""
-    value = placeholder.meta["val"]
-    with editor.fake_mode:
-        placeholder.meta["val"] = value.new_empty(()).expand(value.shape)
 
 
 def _refuse_lost_value(program: StepProgram, state: StateTensor, order: Mapping[Node, int]) -> None:
@@ -105,7 +94,7 @@ def _refuse_lost_value(program: StepProgram, state: StateTensor, order: Mapping[
     """
     sources, path = {state.placeholder}, set(state.recurrence.path)
     if not path and program.is_recorded and state.info.role is Role.PARAMETER:
-        path = {new_value(state), *reached([new_value(state)], operands_of)}
+        path = made_of(new_value(state))
         read = [each for each in program.expansions if each.placeholder in path]
         if any(each.info.role is Role.CARRIED for each in read):
             sources.update(each.placeholder for each in read)

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import functools
 import operator
-from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -39,18 +38,6 @@ prims = torch.ops.prims
 
 
 @dataclass(frozen=True)
-class _Call:
-    """Call of a ``rule`` with flat values, the last of them keyword arguments; hashable, as part of a key."""
-
-    rule: Callable[..., Any]
-    names: tuple[str, ...]
-
-    def __call__(self, *values: Any) -> Any:
-        first = len(values) - len(self.names)
-        return self.rule(*values[:first], **dict(zip(self.names, values[first:], strict=True)))
-
-
-@dataclass(frozen=True)
 class Normalize(Pass):
     """Pass that replaces composite and foreach operators by elementary operations."""
 
@@ -76,24 +63,19 @@ class Normalize(Pass):
 def _keep_as_tensor(editor: GraphEditor, node: Node) -> None:
     """Replace a tensor made of ``x.item()`` by x: a number that is read would be a symbol of the graph."""
     read = node.args[0] if node.target is aten.scalar_tensor.default else None
-    if not isinstance(read, Node) or read.target is not aten._local_scalar_dense.default:
-        return
-    x, made = read.args[0], tensor_value(node)
-    value = tensor_value(x)
-    assert made is not None
-    if value is None or value.device != made.device:
-        return
-    with editor.graph.inserting_before(node):
-        converted = editor.call(prims.convert_element_type.default, x, made.dtype)
-    _replace(editor, node, converted)
+    if isinstance(read, Node) and read.target is aten._local_scalar_dense.default:
+        (x,) = read.all_input_nodes
+        if x.meta["val"].device == node.meta["val"].device:
+            _replace(editor, node, x)
 
 
 def _open_composite(editor: GraphEditor, node: Node) -> bool:
     rule = composite_of(node.target, node.kwargs)
     if rule is None:
         return False
+    kwargs: dict[str, Any] = node.kwargs
     with editor.graph.inserting_before(node):
-        (result,) = _opened(editor, rule, node.args, node.kwargs)
+        (result,) = editor.inline(rule, *node.args, **kwargs)
     _replace(editor, node, result)
     return True
 
@@ -107,13 +89,12 @@ def _open_matrix_sum(editor: GraphEditor, node: Node) -> bool:
     if operator_of_product is None or not is_low_precision_tensor(node):
         return False
     x, a, b = node.args
-    assert isinstance(x, Node)
-    if x.meta["val"].shape != node.meta["val"].shape:
+    if node.all_input_nodes[0].meta["val"].shape != node.meta["val"].shape:
         return False
     with editor.graph.inserting_before(node):
         product = editor.call(operator_of_product, a, b)
         numbers = node.kwargs.get("beta", 1), node.kwargs.get("alpha", 1)
-        (result,) = _opened(editor, weighted_sum, (x, product, *numbers), {})
+        (result,) = editor.inline(weighted_sum, x, product, *numbers)
     _replace(editor, node, result)
     return True
 
@@ -148,9 +129,8 @@ def _fold_number(editor: GraphEditor, node: Node) -> None:
         number = None if computed is None else computed.to(_dtype_of_number(node)).item()
     if number is not None:
         with editor.graph.inserting_before(node):
-            options = {"dtype": value.dtype, "device": value.device}
-            node.replace_all_uses_with(editor.call(aten.full.default, [], number, **options))
-        editor.graph.erase_node(node)
+            full = editor.call(aten.full.default, [], number, dtype=value.dtype, device=value.device)
+        _replace(editor, node, full)
 
 
 def _computed(editor: GraphEditor, node: Node) -> torch.Tensor | None:
@@ -173,16 +153,12 @@ def _computed(editor: GraphEditor, node: Node) -> torch.Tensor | None:
 
 
 def _is_number(node: Node) -> bool:
-    return (
-        node.target is aten.full.default
-        and not node.meta["val"].shape
-        and isinstance(node.args[1], (bool, int, float))
-    )
+    is_0d = node.target is aten.full.default and not node.meta["val"].shape
+    return is_0d and isinstance(node.args[1], (int, float))
 
 
 def _number(node: Node) -> torch.Tensor:
-    value = node.args[1]
-    assert isinstance(value, (bool, int, float))
+    value: Any = node.args[1]
     return torch.full([], value, dtype=_dtype_of_number(node))
 
 
@@ -193,14 +169,10 @@ def _dtype_of_number(node: Node) -> torch.dtype:
 
 def _choose_constant_branch(editor: GraphEditor, node: Node) -> None:
     """Replace ``where(False, a, b)`` by ``b``."""
-    if node.target is not aten.where.self:
-        return
-    condition, *branches = node.args
-    if isinstance(condition, Node) and _is_number(condition):
-        chosen = branches[0] if condition.args[1] else branches[1]
-        chosen_value, value = tensor_value(chosen), tensor_value(node)
-        if chosen_value is not None and value is not None and chosen_value.shape == value.shape:
-            assert isinstance(chosen, Node)
+    operands: tuple[Any, ...] = node.args
+    if node.target is aten.where.self and _is_number(operands[0]):
+        chosen = operands[1] if operands[0].args[1] else operands[2]
+        if chosen.meta["val"].shape == node.meta["val"].shape:
             _replace(editor, node, chosen)
 
 
@@ -214,8 +186,8 @@ def _forward_copy(editor: GraphEditor, node: Node) -> None:
     """
     if node.target not in (aten.copy.default, prims.copy_strided.default):
         return
-    source, value = node.args[facts_of(node.target).passes or 0], node.meta["val"]
-    assert isinstance(source, Node)
+    source: Any = node.args[facts_of(node.target).passes or 0]
+    value = node.meta["val"]
     with editor.graph.inserting_before(node):
         result = editor.convert(source, value.dtype)
         if result.meta["val"].shape != value.shape:
@@ -241,19 +213,12 @@ def _unpack_foreach(editor: GraphEditor, node: Node) -> bool:
             if isinstance(rule, functools.partial):
                 results.append(editor.call(rule.func, *args, **rule.keywords))
             else:
-                results.extend(_opened(editor, rule, args, kwargs))
+                results.extend(editor.inline(rule, *args, **kwargs))
     for user in list(node.users):
         if user.target is operator.getitem:
-            index = user.args[1]
-            assert isinstance(index, int)
+            index: Any = user.args[1]
             _replace(editor, user, results[index])
     return True
-
-
-def _opened(
-    editor: GraphEditor, rule: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
-) -> tuple[Node, ...]:
-    return editor.inline(_Call(rule, tuple(kwargs)), *args, *kwargs.values())
 
 
 def _replace(editor: GraphEditor, node: Node, result: Node) -> None:

@@ -42,10 +42,9 @@ from collage_fx.graph import (
     StepProgram,
     facts_of,
     is_copy_to_input,
+    made_of,
     moves_as_a_parameter,
     new_value,
-    operands_of,
-    reached,
     splits_blocks,
     stays_positive,
 )
@@ -115,25 +114,19 @@ def _why_not(program: StepProgram, state: StateTensor, fmt: ErrorFormat, divided
         return "its old value is multiplied by a tensor, or by a number above 1"
     if splits_blocks(state, fmt):
         return "the step keeps single elements, which have a scale in common with others"
-    if _is_given_to_a_parameter(program, state.placeholder):
+    overwritten = (each for each in program.parameters if each.recurrence.kind is Kind.OVERWRITE)
+    if any(state.placeholder in made_of(each.stored) for each in overwritten):
         return "a parameter is overwritten with it"
     if moves_as_a_parameter(program, state):
         return "it accumulates numbers of either sign"
-    value = new_value(state)
-    made_of = {value, *reached([value], operands_of)}
-    if any(new_value(parameter) in made_of for parameter in program.parameters):
+    sources = made_of(new_value(state))
+    if any(new_value(parameter) in sources for parameter in program.parameters):
         return "it is computed from a parameter's new value"
     if state.is_unbounded:
         return "no bound is known for what its rounding does"
     if state.is_weight_sized or state.amplification > 1:
         return "it is as large as weights, so that its rounding errors are large relative to their updates"
     return ""
-
-
-def _is_given_to_a_parameter(program: StepProgram, placeholder: Node) -> bool:
-    """Return whether a parameter is overwritten with a value computed from an input."""
-    overwritten = (each.stored for each in program.parameters if each.recurrence.kind is Kind.OVERWRITE)
-    return any(placeholder in {value, *reached([value], operands_of)} for value in overwritten)
 
 
 def _slopes(state: StateTensor) -> tuple[Expr, ...]:
@@ -153,7 +146,7 @@ def _divided_by(program: StepProgram, positive: Sequence[Node]) -> dict[Node, st
     for node in program.gm.graph.nodes:
         for what, operand in _critical(node):
             if not known.never_negative(operand):
-                for each in inputs & {operand, *reached([operand], operands_of)}:
+                for each in inputs & made_of(operand):
                     found.setdefault(each, f"{what} {operand.name}, computed from it, may be negative")
     return found
 

@@ -30,7 +30,7 @@ Numbers that are made of whole tensors, such as LAMB's norms, count as constants
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection
 from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any
@@ -49,8 +49,8 @@ from collage_fx.graph import (
     is_conversion,
     is_number,
     known_number,
+    made_of,
     new_value,
-    operands_of,
     passed_operand,
     placeholders,
     reached,
@@ -157,8 +157,7 @@ def _in_this_step(
     editor: GraphEditor, beta: float, correction: Node, first: Node, order: dict[Node, int]
 ) -> Node:
     """Add the k of a step in front of ``first``: Note [Repaying in the first steps]."""
-    numbers = {correction, *reached([correction], operands_of)}
-    for node in sorted(numbers, key=order.__getitem__):
+    for node in sorted(made_of(correction), key=order.__getitem__):
         if order[node] > order[first]:
             first.prepend(node)
 
@@ -195,18 +194,13 @@ class _Way:
         written = {store: stored(store) for store in stores.values()}  # some graphs return stores, too
         returned = (written.get(node, node) for node in graph.output_node().all_input_nodes)
         results = {*written.values(), *returned} - self.moved - {own}
-        self.sources = _made_of(self.moved, up_to={moment, *self.others})
-        elsewhere = _made_of(results, up_to=self.moved) - self.moved
+        self.sources = made_of(*self.moved, up_to={moment, *self.others})
+        elsewhere = made_of(*results, up_to=self.moved) - self.moved
         on_the_way = (self.sources - self.others) & made
-        is_shared = not on_the_way.isdisjoint(elsewhere | _made_of([own], up_to={moment}))
+        is_shared = not on_the_way.isdisjoint(elsewhere | made_of(own, up_to={moment}))
         is_read = not is_shared and state.placeholder not in self.sources
         self.readers = [user for user in moment.users if user in on_the_way] if is_read else []
         self.is_alone = moment not in elsewhere
-
-
-def _made_of(values: Iterable[Node], up_to: Collection[Node]) -> set[Node]:
-    """Return values, and the nodes that they are computed from, up to some nodes."""
-    return {*values, *reached(values, lambda node: [] if node in up_to else operands_of(node))}
 
 
 class _Powers:
@@ -262,7 +256,7 @@ class _Powers:
 
     def _is_switched(self, factor: Node) -> bool:
         """Return whether a condition switches to updates of another size, as in RAdam's sixth step."""
-        found = _made_of([factor], up_to=self._others) - self._made_of_moment
+        found = made_of(factor, up_to=self._others) - self._made_of_moment
         return any(node.target is aten.where.self and is_number(node.all_input_nodes[0]) for node in found)
 
     def _of(self, value: Any) -> Fraction | None:

@@ -21,6 +21,7 @@ bits the step may compute elsewhere.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch.fx import Node
@@ -119,9 +120,8 @@ def _of_choice(bits: Node) -> Node | None:
     """Return x of ``where(r < bits(x) & 0xFFFF, (bits(x) & 0xFFFF0000) + 0x10000, bits(x) & 0xFFFF0000)``."""
     if bits.target is not aten.where.self:
         return None
-    condition, up, down = bits.args
-    assert isinstance(condition, Node)
-    assert isinstance(down, Node)
+    operands: tuple[Any, ...] = bits.args
+    condition, up, down = operands
     if condition.target not in COMPARISONS or down.target is not AND or down.args[1] not in UPPER:
         return None
     draw, fraction = (_integers(condition.args[i]) for i in COMPARISONS[condition.target])
@@ -136,15 +136,13 @@ def _integers(node: object) -> Node | None:
     """Return the node of an integer tensor, looking through casts between int32 and int64."""
     while isinstance(node, Node):
         operand = passed_operand(node)
-        if operand is None or not _keeps_integers(operand, node):
+        value, source = tensor_value(node), tensor_value(operand)
+        if value is None or source is None or value.shape != source.shape:
+            return node
+        if not {value.dtype, source.dtype} <= {torch.int32, torch.int64}:
             return node
         node = operand
     return None
-
-
-def _keeps_integers(operand: Node, node: Node) -> bool:
-    source, value = operand.meta["val"], node.meta["val"]
-    return {source.dtype, value.dtype} <= {torch.int32, torch.int64} and source.shape == value.shape
 
 
 def _sum(node: object) -> tuple[list[Node], int]:
@@ -169,8 +167,7 @@ def _source(node: object) -> Node | None:
     found = _integers(node)
     if found is None or found.target is not aten.view.dtype or found.args[1] is not torch.int32:
         return None
-    source = found.args[0]
-    assert isinstance(source, Node)
+    (source,) = found.all_input_nodes
     return source if source.meta["val"].dtype == torch.float32 else None
 
 
