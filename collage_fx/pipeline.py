@@ -177,6 +177,7 @@ def run_pipeline(
             go_back()
             program.left_out.append(failed)
             summary = f"left out: {failed.met}"
+        program.gm.graph.eliminate_dead_code()
         mark_new_nodes(program.gm.graph, earlier, made_by=each.name)
         compensated = compensated or isinstance(each, (CompensateWide, CompensateNative))
         verify(program, after=each.name, compensated=compensated)

@@ -45,7 +45,6 @@ class ClipGradients(Pass):
                 (clipped,) = editor.inline(self.clip, gradient)
             for reader in readers:
                 reader.replace_input_with(gradient, clipped)
-        editor.finish()
         return f"{len(gradients)} gradients"
 
 

@@ -59,7 +59,6 @@ class Allocate(Pass):
             state.auxiliaries = tuple(added[: len(specs)])
             if is_dithered:
                 state.start = added[-1]
-        editor.finish()
         return f"{sum(len(state.added_inputs) for state in program.expansions)} inputs added"
 
 

@@ -12,8 +12,8 @@ class Pass(ABC):
     """Rewrite or analysis of a captured step: a frozen dataclass whose fields are its options.
 
     A pass edits ``program.gm`` in place and leaves it valid: FX's lint passes, every ``meta["val"]`` is
-    correct, and only the ``copy_`` epilogue mutates. The pipeline clones the graph before the first pass and
-    verifies it after each pass.
+    correct, and only the ``copy_`` epilogue mutates. The pipeline clones the graph before the first pass, and
+    erases unused nodes and verifies the graph after each pass.
     """
 
     #: Name of the class and of its file, in kebab-case.

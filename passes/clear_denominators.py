@@ -60,7 +60,6 @@ class ClearDenominators(Pass):
         editor = GraphEditor(program.gm, self.name)
         reader = _Reader(editor)
         cleared = sum(_clear(editor, reader, node) for node in list(editor.graph.nodes))
-        editor.finish()
         return f"{cleared} denominators"
 
 

@@ -96,7 +96,6 @@ class CompensateNative(Pass):
             _PathRewriter(editor, states, sorted(path, key=order.__getitem__)).run()
         for state, skip in zip(program.compensated, skips, strict=True):
             restore(editor, state, skip)
-        editor.finish()
         return program.compensation
 
 

@@ -73,7 +73,6 @@ class CompensateWide(Pass):
             _store_expansion(editor, state, own_term)
         for state, skip in zip(program.expanded, skips, strict=True):
             restore(editor, state, skip)
-        editor.finish()
         for state in program.expanded:
             if state.packed:
                 editor.graph.erase_node(state.store)

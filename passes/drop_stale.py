@@ -48,7 +48,6 @@ class DropStale(Pass):
             replacements = dict(zip(state.auxiliaries, current, strict=True))
             for reader, auxiliary in readers:
                 reader.replace_input_with(auxiliary, replacements[auxiliary])
-        editor.finish()
         return f"{len(overwritten)} tensors"
 
 

@@ -37,7 +37,6 @@ class HoistScalars(Pass):
                 for reader in readers:
                     reader.replace_input_with(node, kept)
                 hoisted += 1
-        editor.finish()
         return f"{hoisted} numbers"
 
 

@@ -56,7 +56,6 @@ class Normalize(Pass):
             _choose_constant_branch(editor, node)
             _forward_copy(editor, node)
         read_before_overwriting(editor)
-        editor.finish()
         return f"{opened} composite and {unpacked} foreach operations opened"
 
 

@@ -34,7 +34,6 @@ class RefineNumbers(Pass):
         for node in list(editor.graph.nodes):
             with editor.graph.inserting_before(node):
                 numbers.visit(node)
-        editor.finish()
         return f"{numbers.count} numbers"
 
 

@@ -88,7 +88,6 @@ class Repay(Pass):
         repaid = sum(
             _repay(editor, program, state) for state in program.expanded if _is_moment(program, state)
         )
-        editor.finish()
         return f"{repaid} moments"
 
 

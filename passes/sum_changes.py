@@ -88,7 +88,6 @@ class SumChanges(Pass):
             program.summed += _rewrite(
                 editor, placeholder, stored(store), state, lasts=_lasts(program, state)
             )
-        editor.finish()
         return f"{program.summed} updates"
 
 

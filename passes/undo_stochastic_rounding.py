@@ -71,7 +71,6 @@ class UndoStochasticRounding(Pass):
                     program.rounded_at_random.add(node)
                     editor.replace(rounded, exact)
         _erase_unused_draws(editor)
-        editor.finish()
         return f"{len(program.rounded_at_random)} tensors"
 
 

@@ -182,10 +182,7 @@ class GraphEditor:
                 stale.add(node)
 
     def finish(self) -> None:
-        """Erase the nodes that no other node reads.
-
-        The pipeline verifies the graph after each pass, and recompiles the module at the end.
-        """
+        """Erase the nodes that no other node reads, as the pipeline does after each pass."""
         self.graph.eliminate_dead_code()
 
 

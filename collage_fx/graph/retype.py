@@ -50,7 +50,6 @@ class Retyper:
         for node in list(self.editor.graph.nodes):
             with self.editor.graph.inserting_before(node):
                 self._visit(node)
-        self.editor.finish()
 
     def _visit(self, node: Node) -> None:
         if node.op in ("placeholder", "get_attr"):
