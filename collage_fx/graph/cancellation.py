@@ -163,10 +163,10 @@ class _Updates:
             return self._of(operand)
         if function is operator.neg:
             return _scaled(self._of(args[0]), -1.0)
-        if function in (operator.add, operator.sub):
-            return _sums(
-                self._of(args[0]), _scaled(self._of(args[1]), 1.0 if function is operator.add else -1.0)
-            )
+        if function is operator.add:
+            return _sums(self._of(args[0]), self._of(args[1]))
+        if function is operator.sub:
+            return _sums(self._of(args[0]), _scaled(self._of(args[1]), -1.0))
         if function is operator.mul:
             for value, factor in (args[:2], args[1::-1]):
                 if not self._has_inputs(factor):
@@ -249,11 +249,9 @@ class _Updates:
             sizes: sizes of weights, by placeholder.
             updates: further inputs that are as large as gradients.
         """
-        given, found = {*sizes}, set[Node]()
+        unsized, found = [state for state in self._states if state not in sizes], set[Node]()
         for _ in range(ROUNDS):
-            for state in self._states:
-                if state in given:
-                    continue
+            for state in unsized:
                 sizes.pop(state, None)
                 found.discard(state)
                 for terms in self._branches[self._new[state]]:
@@ -294,14 +292,10 @@ class _Updates:
     def _supposed(self, terms: Terms) -> dict[Node, float]:
         """Return sizes assumed for states without a known size: 1 where subtracted from an equal weight."""
         weights = sum(number for key, number in terms.items() if key in self._parameters)
-        return {
-            key: 1.0
-            for key, number in terms.items()
-            if key in self._states
-            and key not in self._sizes
-            and abs(weights) > MOVE
-            and abs(weights + number) <= abs(weights) / 16
-        }
+        if abs(weights) <= MOVE:
+            return {}
+        unsized = (key for key in terms if key in self._states and key not in self._sizes)
+        return {key: 1.0 for key in unsized if abs(weights + terms[key]) <= abs(weights) / 16}
 
     def _passed_on(self) -> dict[Node, dict[Node, float]]:
         """Return the amplification that each value inherits through nonlinear operations."""

@@ -12,14 +12,9 @@ Item = TypeVar("Item")
 def components(items: Iterable[Item], values_of: Callable[[Item], Iterable[Hashable]]) -> list[list[Item]]:
     """Split items into connected components: two items are connected if they have a value in common.
 
-    Args:
-        items: operations, for example.
-        values_of: gives the values that connect an item with others, such as its operands and results. It
-            leaves out values that updates share without being one update, such as a learning rate.
-
-    Returns:
-        the components in the order of their first items, and each one's items in the order given. An item
-        without values is a component by itself.
+    The components are in the order of their first items, and each one's items in the order given. An item
+    without values is a component by itself. ``values_of`` gives an operation's operands and results, without
+    values that updates share without being one update, such as a learning rate.
     """
     items = list(items)
     above = [*range(len(items))]  # union-find: a chain of items to the one that stands for a component

@@ -38,12 +38,7 @@ from collage_fx.torch_compat import (
 
 @dataclass
 class GraphEditor:
-    """Editor that adds nodes with a correct ``meta["val"]`` and the mark of the pass that made them.
-
-    Attributes:
-        gm: the module whose graph is edited in place.
-        made_by: name of the pass.
-    """
+    """Editor that adds nodes with a correct ``meta["val"]`` and the mark of the pass, ``made_by``."""
 
     #: Context manager: operations on real tensors, for numbers known at compile time.
     real_tensors = staticmethod(real_tensors)
@@ -105,19 +100,12 @@ class GraphEditor:
     def inline(
         self, function: Callable[..., Any], *args: Any, elementwise: bool = True, **kwargs: Any
     ) -> tuple[Node, ...]:
-        """Trace an eager function of tensors and put its operations at the insertion point.
+        """Trace an eager function, put its operations at the insertion point, and return a node per result.
 
-        Args:
-            function: takes the tensors that ``args`` and ``kwargs`` stand for and returns a tensor or a flat
-                tuple of tensors.
-            args: nodes and Python constants. A symbolic number (a ``lr`` that a scheduler changes) becomes a
-                0-d tensor.
-            elementwise: whether the function ignores shapes: it is then traced once per dtype and device of
-                its arguments and replayed for every tensor; otherwise traced once per layout.
-            kwargs: more nodes and constants.
-
-        Returns:
-            one node per tensor returned.
+        The function returns a tensor or a flat tuple of tensors. Its arguments are nodes and constants; a
+        symbolic number (a ``lr`` that a scheduler changes) becomes a 0-d tensor. An ``elementwise`` function
+        ignores shapes: it is traced once per dtype and device of its arguments and replayed for every tensor.
+        Any other function is traced once per layout.
         """
         values = [self._as_tensor(value) for value in (*args, *kwargs.values())]
         traced = self._trace(function, values, tuple(kwargs), elementwise=elementwise)

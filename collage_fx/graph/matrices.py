@@ -48,10 +48,8 @@ _KEEP_RELATIVE_ERROR = {aten.abs, aten.sign, aten.sqrt, aten.rsqrt, aten.recipro
 def is_unbounded(state: StateTensor, exact: Collection[Node], moved: Collection[Node]) -> bool:
     """Return whether no bound is known for the effect of rounding a state: Note [State without a bound].
 
-    Args:
-        state: the state.
-        exact: inputs that are numbers of the storage format.
-        moved: nodes between the old and the new value of a parameter, which an update is added to.
+    ``exact`` are inputs that are numbers of the storage format. ``moved`` are nodes between the old and the
+    new value of a parameter, which an update is added to.
     """
     if state.info.role is Role.NEW:
         addends = addends_of(state)

@@ -53,15 +53,12 @@ aten = torch.ops.aten
 def results_to_inputs(program: StepProgram) -> dict[int, int]:
     """Turn rounded low-precision tensors that a step creates and returns into inputs that it stores to.
 
-    Recorded steps and plain steps stay as they are.
-
-    Args:
-        program: the program before any pass. The inputs are added to its graph, infos and repetition. It is
-            computed in ``wide`` arithmetic: the displacement of a parameter is kept unrounded.
+    The inputs are added to the graph, infos and repetition of the program, which no pass has seen. It is
+    computed in ``wide`` arithmetic: the displacement of a parameter is kept unrounded. Recorded steps and
+    plain steps stay as they are.
 
     Returns:
-        a mapping from the index of a result of the whole graph, which is None now, to the index of the input
-        that replaces it.
+        the index of the input that replaces a result, by the index of the result in the whole graph.
     """
     if not program.keeps_new_tensors:
         return {}
@@ -95,11 +92,8 @@ def results_to_inputs(program: StepProgram) -> dict[int, int]:
 def values_of_weights(graph: Graph, whole: Collection[Node]) -> set[Node]:
     """Return the nodes that are copies, sums, differences, averages and the like of tensors with error terms.
 
-    Activations are none: a weight is broadcast for them, or multiplied as a matrix.
-
-    Args:
-        graph: a functional graph.
-        whole: inputs that are read with their error terms.
+    Activations are none: a weight is broadcast for them, or multiplied as a matrix. ``whole`` are inputs that
+    are read with their error terms.
     """
     #: Value of weights -> number of elements of weights that it is computed from, at most its own number.
     found = {node: _elements_of(node) for node in whole}
@@ -170,10 +164,7 @@ def _is_rounded(node: Node, kept_up: set[Node]) -> bool:
     """
     while is_movement(node) and len(node.all_input_nodes) == 1:
         (node,) = node.all_input_nodes
-    is_computed = (
-        node.op == "call_function" and bool(node.all_input_nodes) and not ignores_values(node.target)
-    )
-    return is_computed or node in kept_up
+    return node in kept_up or (bool(node.all_input_nodes) and not ignores_values(node.target))
 
 
 def _owner(program: StepProgram, k: int, result: Node) -> int | None:

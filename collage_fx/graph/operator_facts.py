@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import functools
 import operator
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, cast
@@ -240,16 +240,12 @@ def first_not_elementwise(graph: Graph) -> Node | None:
         if node.op != "call_function" or is_copy_to_input(node):
             continue
         values = [each.meta["val"] for each in (node, *node.all_input_nodes) if has_elements(each)]
-        layouts = {(_as_text(value.shape), _as_text(value.stride())) for value in values}
+        # As text: symbolic sizes cannot be hashed, but equal expressions have equal text.
+        layouts = {(str(value.shape), str(value.stride())) for value in values}
         shapes = {shape for shape, _ in layouts}
         if not is_elementwise(node) or len(layouts if facts_of(node.target).moves else shapes) > 1:
             return node
     return None
-
-
-def _as_text(sizes: Iterable[int | torch.SymInt]) -> tuple[str, ...]:
-    """Return sizes as strings: symbolic sizes cannot be hashed, but equal expressions have equal text."""
-    return tuple(map(str, sizes))
 
 
 _MATRIX_PRODUCTS = {row.product for row in OPERATORS.values() if row.product is not None}
@@ -455,10 +451,7 @@ def foreach_calls(
     """Yield the arguments of a ``_foreach_`` operator per element, as :func:`foreach_rule` takes them."""
     arguments = [*args, *kwargs.values()]
     length = next(len(argument) for argument in arguments if isinstance(argument, (list, tuple)))
+    names = ["value" if name == "scalars" else name for name in kwargs]
     for i in range(length):
-        positional, keyword = (
-            [argument[i] if _has_an_element_for_each(argument) else argument for argument in group]
-            for group in (args, kwargs.values())
-        )
-        names = ("value" if name == "scalars" else name for name in kwargs)
-        yield tuple(positional), dict(zip(names, keyword, strict=True))
+        given = [each[i] if _has_an_element_for_each(each) else each for each in arguments]
+        yield tuple(given[: len(args)]), dict(zip(names, given[len(args) :], strict=True))

@@ -72,14 +72,7 @@ def trace_of(
 
 
 class Elementwise(NamedTuple):
-    """Elementwise operator of ours and its eager function.
-
-    Attributes:
-        operator: called with tensors, then constants.
-        function: the eager function of the same.
-        dtypes: dtypes of its tensors.
-        result: dtype of its result.
-    """
+    """Elementwise operator of ours, called with tensors, then constants, and its eager function."""
 
     operator: Any
     function: Callable[..., Tensor]

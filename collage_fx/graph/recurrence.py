@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 import math
 import operator
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from fractions import Fraction
 from typing import Any
@@ -50,37 +50,26 @@ def read_recurrence(
     *,
     is_parameter: bool,
 ) -> Recurrence:
-    """Read the recurrence of a state tensor.
+    """Read the recurrence of a state tensor from its input node and the stored node.
 
-    Args:
-        placeholder: its input node.
-        new_value: the node that the epilogue stores into the input. If a condition may skip the step, the
-            recurrence is that of a step that is taken: a value that is kept loses nothing.
-        symbols: names of the graph's inputs.
-        peers: new values of *other* state tensors and their primed names; they are leaves.
-        is_parameter: whether the tensor is a parameter: a parameter that decays a little in each step (weight
-            decay) still counts as an accumulation of updates.
+    ``symbols`` are names of the graph's inputs. ``peers`` are new values of *other* state tensors and their
+    primed names; they are leaves. If a condition may skip the step, the recurrence is that of a step that is
+    taken: a value that is kept loses nothing. A parameter that decays a little in each step (weight decay)
+    still counts as an accumulation of updates.
     """
     taken = unless_skipped(placeholder, new_value)
     others = {node: symbol for node, symbol in peers.items() if node not in (new_value, taken)}
     reader = _Reader(placeholder, symbols, others)
-    slopes = reader.slopes(taken)
-    numbers = tuple(sorted(slopes or (), key=sympy.default_sort_key))
-    kind = Kind.OTHER if reader.depends(taken) and not numbers else _kind(slopes)
-    if is_parameter and kind is Kind.MOVING_AVERAGE:
-        kind = Kind.ACCUMULATION
-    return Recurrence(reader.expression(taken), kind, numbers, reader.path())
+    slopes = tuple(sorted(reader.slopes(taken) or (), key=sympy.default_sort_key))
+    kind = _kind(slopes, is_parameter=is_parameter) if reader.depends(taken) else Kind.OVERWRITE
+    return Recurrence(reader.expression(taken), kind, slopes, reader.path())
 
 
-def _kind(slopes: Slopes) -> Kind:
-    if slopes is None or len(slopes) > 1:
+def _kind(slopes: Sequence[sympy.Expr], *, is_parameter: bool) -> Kind:
+    """Return the kind of a recurrence whose new value depends on its old value."""
+    if len(slopes) != 1 or (slopes[0] != 1 and slopes[0].is_number and not 0 < slopes[0] < 1):
         return Kind.OTHER
-    if not slopes:
-        return Kind.OVERWRITE
-    (slope,) = slopes
-    if slope == 1:
-        return Kind.ACCUMULATION
-    return Kind.MOVING_AVERAGE if not slope.is_number or 0 < slope < 1 else Kind.OTHER
+    return Kind.ACCUMULATION if is_parameter or slopes[0] == 1 else Kind.MOVING_AVERAGE
 
 
 class _Reader:

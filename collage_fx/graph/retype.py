@@ -33,7 +33,6 @@ class Retyper:
     """Rewriter of a graph, in place, that carries low-precision values in float32.
 
     Args:
-        editor: makes the nodes.
         rounding: whether to keep the roundings (every value on its storage format's grid) or drop them.
         also: matrix products to compute in float32; all others keep the storage dtype.
     """

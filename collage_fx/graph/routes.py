@@ -52,7 +52,6 @@ class Route:
     """The route of one compilation.
 
     Attributes:
-        unit: the unit of compilation.
         recorded: why the step was recorded; empty if Dynamo captured it.
         is_measured: whether the step computes metrics.
         reasons: the faster ways that were not taken, with reasons, in the order of :data:`WAYS`.

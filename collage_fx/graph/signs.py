@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
@@ -26,12 +27,9 @@ _IN_PLACE = {torch.ops.prims.convert_element_type, aten.clone, aten.alias}
 
 
 class Signs:
-    """Signs known of a graph's values; a NaN does not count as negative.
+    """Signs known of a graph's values, for given signs of inputs; a NaN does not count as negative.
 
-    Args:
-        positive: inputs that are never negative.
-        zero: inputs taken to be zero.
-        numbers_are_positive: whether numbers (rates, bias corrections) are taken to be positive.
+    ``numbers_are_positive``: whether numbers (rates, bias corrections) are taken to be positive.
     """
 
     def __init__(
@@ -93,13 +91,9 @@ class Signs:
 
     def _of_product(self, node: Node) -> int | None:
         """Return the sign of a product; x * x is never negative, in whatever order it is computed."""
-        factors: list[Any] = []
-        for factor in _factors_of(node):
-            if isinstance(factor, Node) and factor in factors:
-                factors.remove(factor)
-            else:
-                factors.append(factor)
-        signs = [self._sign(factor) for factor in factors]
+        times = Counter(_factors_of(node))
+        odd = (factor for factor in times if times[factor] % 2 or not isinstance(factor, Node))
+        signs = [self._sign(factor) for factor in odd]
         return 0 if 0 in signs else None if None in signs else 1
 
 

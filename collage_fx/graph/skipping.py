@@ -16,9 +16,9 @@ average's roundoff comes from the steps that are taken.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from itertools import takewhile
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch.fx import Node
@@ -39,23 +39,18 @@ aten = torch.ops.aten
 
 
 class Skip(NamedTuple):
-    """Choice between a tensor's old value and its new value.
-
-    Attributes:
-        condition: first operand of ``where``.
-        changed: the new value.
-        kept: position of the old value among the operands of ``where``, 1 or 2.
-    """
+    """Choice between a tensor's old value, operand 1 or 2 of a ``where``, and its new value."""
 
     condition: Node
     changed: Node
-    kept: int
+    kept: int  # position of the old value among the operands
 
 
 def unless_skipped(placeholder: Node, new_value: Node) -> Node:
     """Return the new value of ``placeholder`` in a step, or for an element, that is not skipped."""
-    skips = _skips(placeholder, new_value)
-    return skips[-1].changed if skips else new_value
+    for skip in _skips(placeholder, new_value):
+        new_value = skip.changed
+    return new_value
 
 
 def set_aside(state: StateTensor) -> Sequence[Skip]:
@@ -106,27 +101,20 @@ def _chosen(editor: GraphEditor, skip: Skip, dims: int, part: Node, new: Node) -
     return editor.call(aten.where.self, condition, *((part, new) if skip.kept == 1 else (new, part)))
 
 
-def _skips_of(state: StateTensor) -> list[Skip]:
-    """Return the skips of a tensor's step, the outer one first."""
+def _skips_of(state: StateTensor) -> Iterator[Skip]:
+    """Yield the skips of a tensor's step, the outer one first."""
     return _skips(state.placeholder, unconverted(state.stored))
 
 
-def _skips(placeholder: Node, new_value: Node) -> list[Skip]:
-    """Return the choices between old and new value that compute a new value, the outer one first."""
-    skips: list[Skip] = []
-    while (skip := _skip(placeholder, skips[-1].changed if skips else new_value)) is not None:
-        skips.append(skip)
-    return skips
+def _skips(placeholder: Node, new_value: Node) -> Iterator[Skip]:
+    """Yield the choices between old and new value that compute a new value, the outer one first.
 
-
-def _skip(placeholder: Node, new_value: Node) -> Skip | None:
-    """Return the choice that computes a new value; None if there is none or it depends on the old value."""
-    condition = new_value.args[0] if new_value.target is aten.where.self else None
-    if not isinstance(condition, Node) or placeholder in made_of(condition):
-        return None
-    for kept in (1, 2):
-        if memory_read(new_value.args[kept]) is placeholder:
-            changed = new_value.args[3 - kept]
-            assert isinstance(changed, Node)
-            return Skip(condition, changed, kept)
-    return None
+    A choice whose condition depends on the old value is none of them.
+    """
+    while new_value.target is aten.where.self:
+        operands: tuple[Any, ...] = new_value.args
+        kept = next((i for i in (1, 2) if memory_read(operands[i]) is placeholder), None)
+        if kept is None or placeholder in made_of(operands[0]):
+            return
+        new_value = operands[3 - kept]
+        yield Skip(operands[0], new_value, kept)
