@@ -18,6 +18,7 @@ import torch
 from torch.fx import Graph, Node
 
 from collage_fx.graph import (
+    InputInfo,
     Kind,
     Recurrence,
     Role,
@@ -81,7 +82,7 @@ class Analyze(Pass):
         parameters = list(filter(is_low_precision_tensor, parameters))
         read = dict.fromkeys(node for node in (*kept_up, *parameters) if node not in stores)
         flow = _Flow(graph, stores, [*read])
-        float32 = _float32_states(program) if program.takes_float32 else set[Node]()
+        float32 = _float32_states(infos) if program.takes_float32 else set[Node]()
         updated = {node for node in stores if is_low_precision_tensor(node) or node in float32}
         program.states = []
         for position, (placeholder, info) in enumerate(infos.items()):
@@ -152,10 +153,8 @@ class Analyze(Pass):
         return f"{len(program.compensated)} of {low} low-precision state tensors selected"
 
 
-def _float32_states(program: StepProgram) -> set[Node]:
+def _float32_states(infos: Mapping[Node, InputInfo]) -> set[Node]:
     """Return the float32 parameters among the inputs, and their state, without numbers (0-d)."""
-    nodes = placeholders(program.gm.graph)
-    infos = dict(zip(nodes, program.inputs, strict=True))
     parameters = {info.name: node for node, info in infos.items() if info.role is Role.PARAMETER}
     any_low = any(map(is_low_precision_tensor, parameters.values()))
     found = set()
@@ -267,7 +266,8 @@ def _select(program: StepProgram, state: StateTensor, flow: _Flow) -> tuple[bool
     # rounding error that is small relative to an average can be large relative to a parameter's update.
     if any(_stored(parameter) is _stored(state) for parameter in program.parameters):
         return True, f"{program.strategy}: a parameter is overwritten with it"
-    if state.verdict.lossy and any(_determines(state, other, flow) for other in program.states):
+    overwritten = filter(_is_overwritten_parameter, program.states)
+    if state.verdict.lossy and any(flow.is_read(state.placeholder, each.placeholder) for each in overwritten):
         return True, f"{program.strategy}: a parameter is overwritten with a value computed from it"
     return False, "not lossy" if program.strategy == "plus" else f"{program.strategy}: parameters only"
 
@@ -332,6 +332,7 @@ def _is_set_to(program: StepProgram, state: StateTensor, source: Node, symbols: 
 
 
 def _is_overwritten_parameter(state: StateTensor) -> bool:
+    """Return whether a state is a parameter without memory of its own."""
     return state.recurrence.kind is Kind.OVERWRITE and state.info.role is Role.PARAMETER
 
 
@@ -360,11 +361,6 @@ def _is_computed_from_float32(target: StateTensor) -> bool:
     return any(is_float32_tensor(node) and has_elements(node) for node in inputs)
 
 
-def _determines(state: StateTensor, other: StateTensor, flow: _Flow) -> bool:
-    """Return whether ``other`` is a parameter without memory of its own, computed from ``state``."""
-    return _is_overwritten_parameter(other) and flow.is_read(state.placeholder, other.placeholder)
-
-
 def _stored(state: StateTensor) -> Node:
     """Return the node that computes the new value, looking through casts and copies."""
     return source_of(state.store.args[1])
@@ -372,11 +368,8 @@ def _stored(state: StateTensor) -> Node:
 
 def _select_gradient(program: StepProgram, state: StateTensor, flow: _Flow) -> tuple[bool, str]:
     """Return whether a gradient is state because gradients accumulate in it, and why."""
-    accumulates = state.recurrence.slopes == (1,) and all(map(_adds_or_passes, state.recurrence.path))
+    path = (node for node in state.recurrence.path if passed_operand(node) is None)
+    accumulates = state.recurrence.slopes == (1,) and all(facts_of(n.target).sign in ("+", "-") for n in path)
     if accumulates and not any(flow.is_read(p.placeholder, state.placeholder) for p in program.parameters):
         return True, "gradients accumulate in it"
     return False, "a gradient, computed anew for every step"
-
-
-def _adds_or_passes(node: Node) -> bool:
-    return facts_of(node.target).sign in ("+", "-") or passed_operand(node) is not None

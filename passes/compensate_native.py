@@ -124,17 +124,11 @@ def _keeps_old_value(state: StateTensor) -> bool:
     if recurrence.kind is Kind.MOVING_AVERAGE:
         return True
     u, path = state.format.unit_roundoff, {state.placeholder, *recurrence.path}
-    terms = [
-        operand
-        for node in recurrence.path
-        if facts_of(node.target).sign in ("+", "-")
-        for operand in node.all_input_nodes
-        if operand not in path
-    ]
-    is_added_to = recurrence.kind is Kind.ACCUMULATION and (
-        len(terms) <= 1 or not any(map(_is_rounded, terms))
-    )
-    return is_added_to and all(slope.is_number and abs(slope - 1) <= u for slope in recurrence.slopes)
+    sums = [node for node in recurrence.path if facts_of(node.target).sign in ("+", "-")]
+    terms = [operand for node in sums for operand in node.all_input_nodes if operand not in path]
+    if recurrence.kind is not Kind.ACCUMULATION or (len(terms) > 1 and any(map(_is_rounded, terms))):
+        return False
+    return all(slope.is_number and abs(slope - 1) <= u for slope in recurrence.slopes)
 
 
 class _PathRewriter:
@@ -190,12 +184,10 @@ class _PathRewriter:
         """Return the node that replaces ``node``; None to leave ``node`` unchanged, reading hi."""
         value = tensor_value(node)
         operands = node.all_input_nodes
-        if value is None:
-            if is_movement(node) and operands[0] in self.words:  # into several tensors
+        is_element = node.target is operator.getitem
+        if value is None or is_element:  # several tensors, or one of them
+            if operands[0] in self.words and (is_element or is_movement(node)):
                 self.words[node] = node, self._moved(node, self._low_part)
-            return None
-        if node.target is operator.getitem and operands[0] in self.words:
-            self.words[node] = node, self._moved(node, self._low_part)
             return None
         if is_conversion(node):
             return self._converted(node, operands[0], value.dtype)

@@ -31,7 +31,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
-from sympy import Expr, Symbol
 from torch.fx import Node
 
 from collage_fx.graph import (
@@ -110,7 +109,9 @@ def _why_not(program: StepProgram, state: StateTensor, fmt: ErrorFormat, divided
     """Return why the step's operations on a state forbid packing; empty if they allow it."""
     if (what := divided_by.get(state.placeholder)) is not None:
         return what
-    if not all(slope.is_number and 0 <= slope <= 1 for slope in _slopes(state)):
+    slopes = state.recurrence.slopes
+    is_linear = bool(slopes) or not state.depends_on_old_value
+    if not is_linear or not all(slope.is_number and 0 <= slope <= 1 for slope in slopes):
         return "its old value is multiplied by a tensor, or by a number above 1"
     if splits_blocks(state, fmt):
         return "the step keeps single elements, which have a scale in common with others"
@@ -127,12 +128,6 @@ def _why_not(program: StepProgram, state: StateTensor, fmt: ErrorFormat, divided
     if state.is_weight_sized or state.amplification > 1:
         return "it is as large as weights, so that its rounding errors are large relative to their updates"
     return ""
-
-
-def _slopes(state: StateTensor) -> tuple[Expr, ...]:
-    """Return the coefficients of the old value; an unknown symbol if the dependence is not linear."""
-    recurrence = state.recurrence
-    return (Symbol("nonlinear"),) if recurrence.path and not recurrence.slopes else recurrence.slopes
 
 
 def _divided_by(program: StepProgram, positive: Sequence[Node]) -> dict[Node, str]:

@@ -38,14 +38,10 @@ class RefineNumbers(Pass):
 
 
 class _Numbers:
-    """Numbers of a graph, and their values in float64.
-
-    Attributes:
-        count: number of operations that are computed in float64.
-    """
+    """Numbers of a graph, and their values in float64."""
 
     def __init__(self, editor: GraphEditor) -> None:
-        self.count = 0
+        self.count = 0  # operations that are computed in float64
         self._editor = editor
         self._refined: dict[Node, Node] = {}
 

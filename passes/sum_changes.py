@@ -85,9 +85,7 @@ class SumChanges(Pass):
         program.summed = 0
         for placeholder, store in copies_to_inputs(editor.graph).items():
             state = dithered.get(placeholder)
-            program.summed += _rewrite(
-                editor, placeholder, stored(store), state, lasts=_lasts(program, state)
-            )
+            program.summed += _rewrite(editor, program, placeholder, stored(store), state)
         return f"{program.summed} updates"
 
 
@@ -98,44 +96,34 @@ class _Sum(NamedTuple):
     is_subtracted: bool
 
 
-class _Factor(NamedTuple):
-    """Step of a chain that multiplies by ``factor``, which is ``1 - decay``."""
+class _Scale(NamedTuple):
+    """Step of a chain that multiplies by ``number``, which is ``1 - decay``, or divides by ``1 + decay``."""
 
-    factor: Any
-    decay: Any
-
-
-class _Divisor(NamedTuple):
-    """Step of a chain that divides by ``divisor``, which is ``1 + decay``."""
-
-    divisor: Any
+    operation: Any
+    number: Any
     decay: Any
 
 
 def _rewrite(
-    editor: GraphEditor, placeholder: Node, value: Node, dithered: StateTensor | None, *, lasts: bool
+    editor: GraphEditor, program: StepProgram, placeholder: Node, value: Node, dithered: StateTensor | None
 ) -> bool:
     """Rewrite the new value of an input; return whether there was anything to rewrite.
 
     ``dithered`` is the input as a state whose last sum dither may round, or None to round to nearest; it is
-    rounded to nearest, too, if a factor makes it forget its errors, unless it ``lasts``.
+    rounded to nearest, too, if it is an average, and a factor makes it forget its errors.
     """
     value = unconverted(unless_skipped(placeholder, unconverted(value)))
     with editor.graph.inserting_before(value):
         chain = _Chain(editor, placeholder)
         steps = chain.steps(value)
-        if steps and dithered is not None and not lasts and any(_is_forgetful(step) for step in steps):
-            dithered = None
+        if steps and dithered is not None and any(map(_is_forgetful, steps)):
+            is_parameter = dithered.info.role is Role.PARAMETER or moves_as_a_parameter(program, dithered)
+            dithered = dithered if is_parameter else None
         if not steps or (dithered is None and len(steps) == 1 and isinstance(steps[0], _Sum)):
             return False
         result = chain.result(steps, dithered)
     editor.replace(value, result)
     return True
-
-
-def _lasts(program: StepProgram, state: StateTensor | None) -> bool:
-    """Return whether a state is a parameter, or moves as a parameter does, and is no average."""
-    return state is not None and (state.info.role is Role.PARAMETER or moves_as_a_parameter(program, state))
 
 
 def _is_forgetful(step: Any) -> bool:
@@ -193,9 +181,10 @@ class _Chain:
             return [(left, _Sum(right, True))]
         if node.target is aten.mul.Tensor:
             found = [(x, f, self._below_one(f)) for x, f in (node.args, node.args[::-1])]
-            return [(x, _Factor(f, decay)) for x, f, decay in found if decay is not None]
-        decay = self._below_one(right)
-        return [] if decay is None else [(left, _Divisor(right, self._call(aten.neg.default, decay)))]
+            return [(x, _Scale(node.target, f, decay)) for x, f, decay in found if decay is not None]
+        if (decay := self._below_one(right)) is None:
+            return []
+        return [(left, _Scale(node.target, right, self._call(aten.neg.default, decay)))]
 
     def _below_one(self, factor: Any) -> Any:
         """Return ``1 - factor`` of a factor before it is rounded to float32; None if it is not near 1."""
@@ -218,14 +207,14 @@ class _Chain:
         for step in steps:
             if isinstance(step, _Sum):
                 terms.append(step)
-            elif isinstance(step, _Factor):
-                terms = [_Sum(self._call(aten.mul.Tensor, t, step.factor), n) for t, n in terms]
-                kept = None if decay is None else self._call(aten.mul.Tensor, decay, step.factor)
+                continue
+            terms = [_Sum(self._call(step.operation, term, step.number), n) for term, n in terms]
+            if step.operation is aten.mul.Tensor:
+                kept = None if decay is None else self._call(aten.mul.Tensor, decay, step.number)
                 decay = step.decay if kept is None else self._call(aten.add.Tensor, kept, step.decay)
             else:
-                terms = [_Sum(self._call(aten.div.Tensor, t, step.divisor), n) for t, n in terms]
                 total = step.decay if decay is None else self._call(aten.add.Tensor, decay, step.decay)
-                decay = self._call(aten.div.Tensor, total, step.divisor)
+                decay = self._call(aten.div.Tensor, total, step.number)
         if decay is not None:
             terms.append(_Sum(self._call(aten.mul.Tensor, self._finite(), decay), True))
         terms.sort(key=lambda each: each.is_subtracted)
@@ -238,9 +227,8 @@ class _Chain:
             change = self._call(aten.neg.default, change)
         dithered.dithers_sum = True
         numbers = dithered.auxiliaries[-1], dithered.start
-        operands = (self._x, self._of_full_size(change), self._placeholder, *numbers)
-        (total,) = self._editor.inline(_dithered, *operands)
-        return total
+        change = self._of_full_size(change)
+        return self._editor.inline(_dithered, self._x, change, self._placeholder, *numbers)[0]
 
     def _of_full_size(self, change: Any) -> Any:
         """Return a change as a tensor with an element for each of x."""
