@@ -24,16 +24,9 @@ from collage_fx.graph.nodes import (
     readers_of,
     tensor_value,
 )
-from collage_fx.graph.operator_facts import is_pointwise, passed_operand
+from collage_fx.graph.operator_facts import passed_operand
 from collage_fx.numerics import ErrorFormat
-from collage_fx.torch_compat import (
-    detect_fake_mode,
-    fake_like,
-    functional_decompositions,
-    pytree,
-    real_tensors,
-    storage_of,
-)
+from collage_fx.torch_compat import detect_fake_mode, functional_decompositions, pytree, real_tensors
 
 
 @dataclass
@@ -46,7 +39,6 @@ class GraphEditor:
     gm: GraphModule
     made_by: str
     _traces: dict[Any, GraphModule] = field(default_factory=dict)
-    _values: dict[Any, torch.Tensor] = field(default_factory=dict)
 
     @property
     def graph(self) -> Graph:
@@ -63,19 +55,9 @@ class GraphEditor:
         node = self.graph.create_node(
             "call_function", target, args, kwargs, name=_readable_name(target, args)
         )
-        node.meta["val"] = self._value(target, args, kwargs)
+        node.meta["val"] = self._run(target, args, kwargs)
         node.meta[PASS_MARK] = self.made_by
         return node
-
-    def _value(self, target: Target, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Return an operation's value on fake tensors; reuse an equal call's result as a template."""
-        kind = _kind_of_call(target, args, kwargs)
-        if kind is not None and kind in self._values:
-            return fake_like(self._values[kind])
-        value = self._run(target, args, kwargs)
-        if kind is not None and not _is_view(value, args):
-            self._values[kind] = value
-        return value
 
     def _run(self, target: Target, args: Any, kwargs: Any) -> Any:
         assert callable(target), f"{target} is no operator"
@@ -172,29 +154,6 @@ class GraphEditor:
     def finish(self) -> None:
         """Erase the nodes that no other node reads, as the pipeline does after each pass."""
         self.graph.eliminate_dead_code()
-
-
-def _kind_of_call(target: Target, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Return a key for the shape, strides and dtype of an elementwise result; None for other calls."""
-    if kwargs or not is_pointwise(target):
-        return None
-    kind: list[Any] = [target]
-    for arg in args:
-        value = arg.meta["val"] if isinstance(arg, Node) else arg
-        if isinstance(value, torch.Tensor):
-            numbers = (*value.shape, *value.stride())
-            if not all(type(number) is int for number in numbers):
-                return None
-            kind.append((value.dtype, value.device, value.dim(), numbers))
-        else:
-            kind.append(value if isinstance(value, torch.dtype) else type(value))
-    return tuple(kind)
-
-
-def _is_view(value: Any, args: tuple[Any, ...]) -> bool:
-    operands = [tensor_value(arg) for arg in args]
-    storages = [storage_of(operand) for operand in operands if operand is not None]
-    return not isinstance(value, torch.Tensor) or storage_of(value) in storages
 
 
 def _readable_name(target: Any, args: tuple[Any, ...]) -> str:
