@@ -85,10 +85,8 @@ class Repay(Pass):
 
     def run(self, program: StepProgram) -> str:
         editor = GraphEditor(program.gm, self.name)
-        repaid = sum(
-            _repay(editor, program, state) for state in program.expanded if _is_moment(program, state)
-        )
-        return f"{repaid} moments"
+        moments = [state for state in program.expanded if _is_moment(program, state)]
+        return f"{sum(_repay(editor, program, state) for state in moments)} moments"
 
 
 def _is_moment(program: StepProgram, state: StateTensor) -> bool:
@@ -214,10 +212,8 @@ class _Powers:
     def __init__(
         self, graph: Graph, moment: Node, corrections: Collection[Node], others: Collection[Node]
     ) -> None:
-        self.of: dict[Node, Fraction | None] = {
-            moment: Fraction(0),
-            **dict.fromkeys(corrections, Fraction(1)),
-        }
+        self.of: dict[Node, Fraction | None] = dict.fromkeys(corrections, Fraction(1))
+        self.of[moment] = Fraction(0)
         self.linear, self.is_scaled, self._others = {moment}, False, others
         self._made_of_moment = {moment}
         for node in graph.nodes:

@@ -70,7 +70,11 @@ class UndoStochasticRounding(Pass):
                 if rounded is not None and (exact := _value_before_rounding(rounded)) is not None:
                     program.rounded_at_random.add(node)
                     editor.replace(rounded, exact)
-        _erase_unused_draws(editor)
+        # Random draws are side effects, which dead code elimination keeps.
+        editor.graph.eliminate_dead_code()
+        for node in reversed(list(editor.graph.nodes)):
+            if draws(node.target) and not node.users:
+                editor.graph.erase_node(node)
         return f"{len(program.rounded_at_random)} tensors"
 
 
@@ -173,11 +177,3 @@ def _source(node: object) -> Node | None:
 def _is_draw(node: Node) -> bool:
     """Return whether a node draws a uniform random integer of [0, 0xFFFF] per element."""
     return drawn_range(node.target, node.args, node.kwargs) == (0, LOWER + 1)
-
-
-def _erase_unused_draws(editor: GraphEditor) -> None:
-    """Erase random draws without readers, which dead code elimination keeps as side effects."""
-    editor.graph.eliminate_dead_code()
-    for node in reversed(list(editor.graph.nodes)):
-        if draws(node.target) and not node.users:
-            editor.graph.erase_node(node)

@@ -62,13 +62,7 @@ from collage_fx.graph.operator_facts import (
     takes_strides,
     weighted_sum,
 )
-from collage_fx.graph.operators import (
-    ELEMENTWISE,
-    FLOATS,
-    once,
-    rest,
-    trace_of,
-)
+from collage_fx.graph.operators import ELEMENTWISE, FLOATS, once, rest, trace_of
 from collage_fx.graph.program import (
     InputInfo,
     Kind,

@@ -19,14 +19,7 @@ import sympy
 import torch
 from torch.fx import Node
 
-from collage_fx.graph.nodes import (
-    is_number,
-    operands_of,
-    operator_of,
-    reached,
-    readers_of,
-    tensor_value,
-)
+from collage_fx.graph.nodes import is_number, operands_of, operator_of, reached, readers_of, tensor_value
 from collage_fx.graph.operator_facts import (
     factorizes,
     facts_of,

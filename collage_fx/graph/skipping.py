@@ -24,14 +24,7 @@ import torch
 from torch.fx import Node
 
 from collage_fx.graph.editor import GraphEditor, memory_read
-from collage_fx.graph.nodes import (
-    copies_to_inputs,
-    has_elements,
-    is_number,
-    made_of,
-    stored,
-    unconverted,
-)
+from collage_fx.graph.nodes import copies_to_inputs, has_elements, is_number, made_of, stored, unconverted
 from collage_fx.graph.program import StateTensor
 from collage_fx.numerics import ErrorFormat
 
