@@ -1,182 +1,101 @@
 """A captured step as data, and tools to edit it: everything that the author of a pass imports."""
 
-from collage_fx.graph.cancellation import find_cancellation, spoils_an_update
-from collage_fx.graph.components import components
-from collage_fx.graph.devices import DEVICES, SUPPORTED, device_facts
-from collage_fx.graph.editor import GraphEditor, read_before_overwriting, read_whole
-from collage_fx.graph.families import ONCE, Repetition, input_name, repeated_graph
-from collage_fx.graph.feedback import copies_read_by, fed_back, new_value
-from collage_fx.graph.invariants import verify
-from collage_fx.graph.matrices import addends_of, is_unbounded
-from collage_fx.graph.new_tensors import results_to_inputs, values_of_weights
-from collage_fx.graph.nodes import (
-    PASS_MARK,
-    assignments,
-    assignments_to_stores,
-    copies_to_inputs,
-    copy_of,
-    has_elements,
-    is_conversion,
-    is_copy_to_input,
-    is_dense,
-    is_float32_tensor,
-    is_low_precision_tensor,
-    is_number,
-    made_of,
-    mark_new_nodes,
-    operands_of,
-    operator_name,
-    operator_of,
-    placeholders,
-    reached,
-    readers_of,
-    statement_of,
-    stored,
-    tensor_value,
-    unconverted,
-)
-from collage_fx.graph.operator_facts import (
-    OPERATORS,
-    composite_of,
-    depends_on_values,
-    drawn_range,
-    draws,
-    factorizes,
-    facts_of,
-    first_not_elementwise,
-    foreach_calls,
-    foreach_name,
-    foreach_rule,
-    ignores_values,
-    is_elementwise,
-    is_matrix_product,
-    is_movement,
-    is_pointwise,
-    is_transparent,
-    keeps_grid,
-    known_number,
-    may_raise,
-    passed_operand,
-    size_argument,
-    source_of,
-    takes_strides,
-    weighted_sum,
-)
-from collage_fx.graph.operators import ELEMENTWISE, FLOATS, once, rest, trace_of
-from collage_fx.graph.program import (
-    InputInfo,
-    Kind,
-    ReadExpansion,
-    Recurrence,
-    Role,
-    StateTensor,
-    StepProgram,
-)
-from collage_fx.graph.recurrence import judge, read_recurrence
-from collage_fx.graph.retype import Retyper
-from collage_fx.graph.routes import WAYS, Reason, Reasons, Route, Unit, not_taken
-from collage_fx.graph.signs import Signs, moves_as_a_parameter, stays_positive
-from collage_fx.graph.skipping import restore, set_aside, splits_blocks, unless_skipped
-from collage_fx.graph.text import graph_text
-
-__all__ = [
-    "DEVICES",
-    "ELEMENTWISE",
-    "FLOATS",
-    "ONCE",
-    "OPERATORS",
-    "PASS_MARK",
-    "SUPPORTED",
-    "WAYS",
-    "GraphEditor",
-    "InputInfo",
-    "Kind",
-    "ReadExpansion",
-    "Reason",
-    "Reasons",
-    "Recurrence",
-    "Repetition",
-    "Retyper",
-    "Role",
-    "Route",
-    "Signs",
-    "StateTensor",
-    "StepProgram",
-    "Unit",
-    "addends_of",
-    "assignments",
-    "assignments_to_stores",
-    "components",
-    "composite_of",
-    "copies_read_by",
-    "copies_to_inputs",
-    "copy_of",
-    "depends_on_values",
-    "device_facts",
-    "drawn_range",
-    "draws",
-    "factorizes",
-    "facts_of",
-    "fed_back",
-    "find_cancellation",
-    "first_not_elementwise",
-    "foreach_calls",
-    "foreach_name",
-    "foreach_rule",
-    "graph_text",
-    "has_elements",
-    "ignores_values",
-    "input_name",
-    "is_conversion",
-    "is_copy_to_input",
-    "is_dense",
-    "is_elementwise",
-    "is_float32_tensor",
-    "is_low_precision_tensor",
-    "is_matrix_product",
-    "is_movement",
-    "is_number",
-    "is_pointwise",
-    "is_transparent",
-    "is_unbounded",
-    "judge",
-    "keeps_grid",
-    "known_number",
-    "made_of",
-    "mark_new_nodes",
-    "may_raise",
-    "moves_as_a_parameter",
-    "new_value",
-    "not_taken",
-    "once",
-    "operands_of",
-    "operator_name",
-    "operator_of",
-    "passed_operand",
-    "placeholders",
-    "reached",
-    "read_before_overwriting",
-    "read_recurrence",
-    "read_whole",
-    "readers_of",
-    "repeated_graph",
-    "rest",
-    "restore",
-    "results_to_inputs",
-    "set_aside",
-    "size_argument",
-    "source_of",
-    "splits_blocks",
-    "spoils_an_update",
-    "statement_of",
-    "stays_positive",
-    "stored",
-    "takes_strides",
-    "tensor_value",
-    "trace_of",
-    "unconverted",
-    "unless_skipped",
-    "values_of_weights",
-    "verify",
-    "weighted_sum",
-]
+from collage_fx.graph.cancellation import find_cancellation as find_cancellation
+from collage_fx.graph.cancellation import spoils_an_update as spoils_an_update
+from collage_fx.graph.components import components as components
+from collage_fx.graph.devices import DEVICES as DEVICES
+from collage_fx.graph.devices import SUPPORTED as SUPPORTED
+from collage_fx.graph.devices import device_facts as device_facts
+from collage_fx.graph.editor import GraphEditor as GraphEditor
+from collage_fx.graph.editor import read_before_overwriting as read_before_overwriting
+from collage_fx.graph.editor import read_whole as read_whole
+from collage_fx.graph.families import ONCE as ONCE
+from collage_fx.graph.families import Repetition as Repetition
+from collage_fx.graph.families import input_name as input_name
+from collage_fx.graph.families import repeated_graph as repeated_graph
+from collage_fx.graph.feedback import copies_read_by as copies_read_by
+from collage_fx.graph.feedback import fed_back as fed_back
+from collage_fx.graph.feedback import new_value as new_value
+from collage_fx.graph.invariants import verify as verify
+from collage_fx.graph.matrices import addends_of as addends_of
+from collage_fx.graph.matrices import is_unbounded as is_unbounded
+from collage_fx.graph.new_tensors import results_to_inputs as results_to_inputs
+from collage_fx.graph.new_tensors import values_of_weights as values_of_weights
+from collage_fx.graph.nodes import PASS_MARK as PASS_MARK
+from collage_fx.graph.nodes import assignments as assignments
+from collage_fx.graph.nodes import assignments_to_stores as assignments_to_stores
+from collage_fx.graph.nodes import copies_to_inputs as copies_to_inputs
+from collage_fx.graph.nodes import copy_of as copy_of
+from collage_fx.graph.nodes import has_elements as has_elements
+from collage_fx.graph.nodes import is_conversion as is_conversion
+from collage_fx.graph.nodes import is_copy_to_input as is_copy_to_input
+from collage_fx.graph.nodes import is_dense as is_dense
+from collage_fx.graph.nodes import is_float32_tensor as is_float32_tensor
+from collage_fx.graph.nodes import is_low_precision_tensor as is_low_precision_tensor
+from collage_fx.graph.nodes import is_number as is_number
+from collage_fx.graph.nodes import made_of as made_of
+from collage_fx.graph.nodes import mark_new_nodes as mark_new_nodes
+from collage_fx.graph.nodes import operands_of as operands_of
+from collage_fx.graph.nodes import operator_name as operator_name
+from collage_fx.graph.nodes import operator_of as operator_of
+from collage_fx.graph.nodes import placeholders as placeholders
+from collage_fx.graph.nodes import reached as reached
+from collage_fx.graph.nodes import readers_of as readers_of
+from collage_fx.graph.nodes import statement_of as statement_of
+from collage_fx.graph.nodes import stored as stored
+from collage_fx.graph.nodes import tensor_value as tensor_value
+from collage_fx.graph.nodes import unconverted as unconverted
+from collage_fx.graph.operator_facts import OPERATORS as OPERATORS
+from collage_fx.graph.operator_facts import composite_of as composite_of
+from collage_fx.graph.operator_facts import depends_on_values as depends_on_values
+from collage_fx.graph.operator_facts import drawn_range as drawn_range
+from collage_fx.graph.operator_facts import draws as draws
+from collage_fx.graph.operator_facts import factorizes as factorizes
+from collage_fx.graph.operator_facts import facts_of as facts_of
+from collage_fx.graph.operator_facts import first_not_elementwise as first_not_elementwise
+from collage_fx.graph.operator_facts import foreach_calls as foreach_calls
+from collage_fx.graph.operator_facts import foreach_name as foreach_name
+from collage_fx.graph.operator_facts import foreach_rule as foreach_rule
+from collage_fx.graph.operator_facts import ignores_values as ignores_values
+from collage_fx.graph.operator_facts import is_elementwise as is_elementwise
+from collage_fx.graph.operator_facts import is_matrix_product as is_matrix_product
+from collage_fx.graph.operator_facts import is_movement as is_movement
+from collage_fx.graph.operator_facts import is_pointwise as is_pointwise
+from collage_fx.graph.operator_facts import is_transparent as is_transparent
+from collage_fx.graph.operator_facts import keeps_grid as keeps_grid
+from collage_fx.graph.operator_facts import known_number as known_number
+from collage_fx.graph.operator_facts import may_raise as may_raise
+from collage_fx.graph.operator_facts import passed_operand as passed_operand
+from collage_fx.graph.operator_facts import size_argument as size_argument
+from collage_fx.graph.operator_facts import source_of as source_of
+from collage_fx.graph.operator_facts import takes_strides as takes_strides
+from collage_fx.graph.operator_facts import weighted_sum as weighted_sum
+from collage_fx.graph.operators import ELEMENTWISE as ELEMENTWISE
+from collage_fx.graph.operators import FLOATS as FLOATS
+from collage_fx.graph.operators import once as once
+from collage_fx.graph.operators import rest as rest
+from collage_fx.graph.operators import trace_of as trace_of
+from collage_fx.graph.program import InputInfo as InputInfo
+from collage_fx.graph.program import Kind as Kind
+from collage_fx.graph.program import ReadExpansion as ReadExpansion
+from collage_fx.graph.program import Recurrence as Recurrence
+from collage_fx.graph.program import Role as Role
+from collage_fx.graph.program import StateTensor as StateTensor
+from collage_fx.graph.program import StepProgram as StepProgram
+from collage_fx.graph.recurrence import judge as judge
+from collage_fx.graph.recurrence import read_recurrence as read_recurrence
+from collage_fx.graph.retype import Retyper as Retyper
+from collage_fx.graph.routes import WAYS as WAYS
+from collage_fx.graph.routes import Reason as Reason
+from collage_fx.graph.routes import Reasons as Reasons
+from collage_fx.graph.routes import Route as Route
+from collage_fx.graph.routes import Unit as Unit
+from collage_fx.graph.routes import not_taken as not_taken
+from collage_fx.graph.signs import Signs as Signs
+from collage_fx.graph.signs import moves_as_a_parameter as moves_as_a_parameter
+from collage_fx.graph.signs import stays_positive as stays_positive
+from collage_fx.graph.skipping import restore as restore
+from collage_fx.graph.skipping import set_aside as set_aside
+from collage_fx.graph.skipping import splits_blocks as splits_blocks
+from collage_fx.graph.skipping import unless_skipped as unless_skipped
+from collage_fx.graph.text import graph_text as graph_text
