@@ -117,8 +117,8 @@ def _rewrite(
         chain = _Chain(editor, placeholder)
         steps = chain.steps(value)
         if steps and dithered is not None and any(map(_is_forgetful, steps)):
-            is_parameter = dithered.info.role is Role.PARAMETER or moves_as_a_parameter(program, dithered)
-            dithered = dithered if is_parameter else None
+            lasts = dithered.info.role is Role.PARAMETER or moves_as_a_parameter(program, dithered)
+            dithered = dithered if lasts else None
         if not steps or (dithered is None and len(steps) == 1 and isinstance(steps[0], _Sum)):
             return False
         result = chain.result(steps, dithered)
