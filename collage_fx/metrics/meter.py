@@ -6,9 +6,9 @@ graph updates a tensor that has been updated since the current step began.
 
 from __future__ import annotations
 
-from collections import defaultdict, deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections import Counter, defaultdict, deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 from torch.utils.weak import TensorWeakRef, WeakTensorKeyDictionary
 
 from collage_fx.errors import InvalidOptionError
-from collage_fx.graph import InputInfo, Role, StepProgram
+from collage_fx.graph import Role, StepProgram
 from collage_fx.metrics.quality import MeasuredTensor, Metrics, UpdateQuality
 from collage_fx.metrics.rows import ROW, SUMS, Sampled, rows_of
 from collage_fx.metrics.samples import observers
@@ -40,32 +40,23 @@ class _Identity:
     parameter_name: str
 
 
-@dataclass
-class _Clock:
-    """Counter of the steps of a subject."""
+class _Snapshot:
+    """Row of each tensor of a measured call; devices copy the rows to the host asynchronously.
 
-    step: int = 0
-    updated: set[int] = field(default_factory=set)
-
-    def tick(self, tensors: Sequence[int]) -> int:
-        """Return the number of the step that updates the tensors with these ids."""
-        if self.step == 0 or not self.updated.isdisjoint(tensors):
-            self.step += 1
-            self.updated.clear()
-        self.updated.update(tensors)
-        return self.step
-
-
-class _Copy:
-    """Copy of the rows of a step in the host's memory, written by devices asynchronously.
-
-    Args:
-        rows: rows, and the places among all rows that they belong to.
+    ``rows`` are given in pieces, each with the places among all rows that it belongs to.
     """
 
-    def __init__(self, rows: Sequence[tuple[Tensor, Sequence[int]]]) -> None:
+    def __init__(
+        self,
+        subject: str,
+        step: int,
+        tensors: Sequence[tuple[_Identity, MeasuredInput]],
+        rows: Iterable[tuple[Tensor, Sequence[int]]],
+    ) -> None:
+        self.subject, self.step, self.tensors = subject, step, tensors
         self._written: list[torch.cuda.Event] = []
         self._copies = [(self._copied(each), indices) for each, indices in rows]
+        self._is_summed = False  # over the processes that hold shards of a tensor
 
     def _copied(self, rows: Tensor) -> Tensor:
         if not rows.is_cuda:
@@ -81,68 +72,44 @@ class _Copy:
     def is_written(self) -> bool:
         return all(event.query() for event in self._written)
 
-    def rows(self) -> Tensor:
-        """Wait for the devices and return the rows, in memory that is not pinned."""
+    def settle(self) -> None:
+        """Wait for the devices and keep the rows, and numbers of elements, in memory that is not pinned."""
         for event in self._written:
             event.synchronize()
-        found = torch.empty(sum(len(indices) for _, indices in self._copies), len(ROW), dtype=torch.float64)
+        self.rows = torch.empty(len(self.tensors), len(ROW) + 1, dtype=torch.float64)
+        self.rows[:, -1] = torch.tensor([measured.elements for _, measured in self.tensors])
         for copy, indices in self._copies:
-            found[[*indices]] = copy
-        return found
-
-
-@dataclass
-class _Snapshot:
-    """Rows of a measured call, and the tensors that they belong to."""
-
-    subject: str
-    step: int
-    tensors: Sequence[tuple[_Identity, MeasuredInput]]
-    copy: _Copy | None
-    rows: Tensor = field(init=False)
-    is_summed: bool = False  # over the processes that hold shards of a tensor
-
-    def settle(self) -> None:
-        """Wait for the device copy and keep the rows on the host."""
-        if self.copy is not None:
-            self.rows, self.copy = self.copy.rows(), None
+            self.rows[[*indices], :-1] = copy
+        self._copies.clear()
 
     def sum_shards(self) -> None:
         """Add up the rows of shards to rows of whole tensors; all processes of a mesh call it."""
-        if self.is_summed:
-            return
-        self.is_summed = True
-        elements = torch.tensor([[measured.elements] for _, measured in self.tensors], dtype=self.rows.dtype)
-        self.rows = torch.cat([self.rows, elements], 1)
-        by_sharding: dict[Sharding, list[int]] = {}
+        by_sharding = defaultdict[Sharding, list[int]](list)
         for i, (_, measured) in enumerate(self.tensors):
-            if measured.sharding is not None:
-                by_sharding.setdefault(measured.sharding, []).append(i)
+            if measured.sharding is not None and not self._is_summed:
+                by_sharding[measured.sharding].append(i)
         for sharding, places in by_sharding.items():
             self.rows[places] = sharding.sum(self.rows[places])
+        self._is_summed = True
 
 
 class Meter:
-    """Measurements of a backend.
-
-    Args:
-        every: measure each step whose number is a multiple of this.
-    """
+    """Measurements of a backend: of each step whose number is a multiple of ``every``."""
 
     def __init__(self, every: int) -> None:
         self.every = every
-        self._clocks: dict[str, _Clock] = {}
+        #: Number of the current step, and ids of the tensors that it has updated, by subject.
+        self._steps = Counter[str]()
+        self._updated = defaultdict[str, set[int]](set)
         self._snapshots: list[_Snapshot] = []
         self._unsettled: deque[_Snapshot] = deque()
-        self._identities = WeakTensorKeyDictionary()
+        self.identities = WeakTensorKeyDictionary()
         self._ranks: dict[str, int] = {}
 
     def learn(self, optimizers: Mapping[str, Optimizer], *, without: type[Tensor]) -> None:
-        """Note the names and groups of the tensors that the optimizers hold.
+        """Note the names and groups of the tensors that the optimizers, by variable, hold.
 
-        Args:
-            optimizers: the optimizers, by variable.
-            without: class of tensors that become other tensors later, and must have no weak references.
+        Tensors of the class ``without`` become other tensors later, and must have no weak references.
         """
         for variable, optimizer in optimizers.items():
             prefix = f"{variable}." if len(optimizers) > 1 else ""
@@ -154,23 +121,23 @@ class Meter:
                     found.append((tensor, _Identity(f"{where}.{slot}", slot, group, owner, where)))
                 for tensor, identity in found:
                     if type(tensor) is not without:
-                        self._identities[tensor] = identity
+                        self.identities[tensor] = identity
                     self._ranks.setdefault(identity.name, len(self._ranks))
 
-    def identity(self, tensor: Tensor, info: InputInfo) -> _Identity:
-        """Return the identity of a measured tensor: the optimizer's name, or else the graph input's."""
-        kind = "parameter" if info.role is Role.PARAMETER else info.symbol
-        known = self._identities.get(tensor)
-        return known if known is not None else _Identity(info.name, kind, None, None, info.name)
-
-    def clock(self, subject: str) -> _Clock:
-        return self._clocks.setdefault(subject, _Clock())
+    def tick(self, subject: str, tensors: Sequence[int]) -> int:
+        """Return the number of the step of a subject that updates the tensors with these ids."""
+        updated = self._updated[subject]
+        if not self._steps[subject] or not updated.isdisjoint(tensors):
+            self._steps[subject] += 1
+            updated.clear()
+        updated.update(tensors)
+        return self._steps[subject]
 
     def keep(self, snapshot: _Snapshot) -> None:
         """Keep a snapshot; release the pinned memory of earlier snapshots that devices have written."""
         self._snapshots.append(snapshot)
         self._unsettled.append(snapshot)
-        while self._unsettled and (copy := self._unsettled[0].copy) is not None and copy.is_written:
+        while self._unsettled and self._unsettled[0].is_written:
             self._unsettled.popleft().settle()
 
     def forget(self) -> None:
@@ -198,18 +165,13 @@ class Meter:
                 tensor = _named(identity, own, snapshot.subject)
                 name = f"{snapshot.subject}: {tensor.name}" if several else tensor.name
                 tensors[name] = tensor
-                measured[name] = _quality(row)
+                sums, sizes = dict(zip(SUMS, row, strict=False)), tuple(row[len(SUMS) : -1])
+                measured[name] = UpdateQuality(int(row[-1]), **sums, sizes=sizes)
         return Metrics(dict(sorted(steps.items())), tensors)
 
     def _order(self, identity: _Identity) -> tuple[bool, int]:
         """Return a sort key: parameters first, otherwise the order of the optimizers."""
         return identity.kind != "parameter", self._ranks.get(identity.name, len(self._ranks))
-
-
-def _quality(row: Sequence[float]) -> UpdateQuality:
-    """Return the quality of an update from its row, whose last entry is the number of elements."""
-    sizes = tuple(row[len(SUMS) : -1])
-    return UpdateQuality(int(row[-1]), **dict(zip(SUMS, row, strict=False)), sizes=sizes)
 
 
 def _named(identity: _Identity, own: Mapping[int, str], subject: str) -> MeasuredTensor:
@@ -226,7 +188,7 @@ class MeasuredInput:
     """Input of a step that is measured."""
 
     index: int  # among the step's arguments
-    info: InputInfo
+    unknown: _Identity  # by the graph input's name, if the optimizer is not known
     elements: int
     dtype: torch.dtype
     device: torch.device
@@ -237,12 +199,7 @@ class MeasuredInput:
 class MeteredStep:
     """Step that is measured in some of its calls, in AOTAutograd's calling convention.
 
-    Args:
-        meter: the measurements.
-        subject: name of the optimizer or function whose step it is.
-        program: the step after the pipeline.
-        reference: the step in float32.
-        step: the compiled step.
+    ``program`` is the step after the pipeline, ``reference`` the step in float32.
     """
 
     def __init__(
@@ -250,7 +207,6 @@ class MeteredStep:
     ) -> None:
         self.meter = meter
         self.subject = subject
-        self.clock = meter.clock(subject)
         self.step = step
         self.observers = observers(program, reference)
         self.inputs = []
@@ -262,10 +218,10 @@ class MeteredStep:
                     sharding = None if info.tensor is None else sharding_of(info.tensor)
                     if info.bound and info.tensor is not None:
                         bound.append(info.tensor)
-                    info = replace(info, tensor=None)  # snapshots must not keep it alive
-                    numel = int(value.numel())
-                    measured = MeasuredInput(index, info, numel, value.dtype, value.device, sharding)
-                    self.inputs.append(measured)
+                    kind = "parameter" if info.role is Role.PARAMETER else info.symbol
+                    unknown = _Identity(info.name, kind, None, None, info.name)
+                    tensor = int(value.numel()), value.dtype, value.device, sharding
+                    self.inputs.append(MeasuredInput(index, unknown, *tensor))
         self.devices = {each.device for each in self.inputs}
         self.keys = tuple(map(id, bound))
         self.identities = self._identities(bound) if len(bound) == len(self.inputs) else None
@@ -282,24 +238,24 @@ class MeteredStep:
             tensors = [arguments[each.index] for each in self.inputs]
             keys, identities = tuple(map(id, tensors)), self._identities(tensors)
         passed = () if present is None else (present,)
-        number = self.clock.tick(keys)
+        number = self.meter.tick(self.subject, keys)
         if number % self.meter.every:
             return self.step(arguments, *passed)
         absent = frozenset() if present is None else present.absent
         watching = [(each, some) for each in self.observers if (some := each.present(absent))]
         given = [*arguments]
         with torch.no_grad():
-            before = [sample for each, some in watching for sample in each.before(some, given)]
+            before = [sample for each, some in watching for sample in each.read(some, given, before=True)]
             result = self.step(arguments, *passed)
-            after = [sample for each, some in watching for sample in each.after(some, given)]
+            after = [sample for each, some in watching for sample in each.read(some, given, before=False)]
         samples = [Sampled(*old, *new) for old, new in zip(before, after, strict=True)]
         measured = [each for each in identities if each[1].index not in absent]
-        self.meter.keep(_Snapshot(self.subject, number, measured, _Copy([*_rows_of(samples, measured)])))
+        self.meter.keep(_Snapshot(self.subject, number, measured, _rows_of(samples, measured)))
         return result
 
     def _identities(self, tensors: Sequence[Tensor]) -> list[tuple[_Identity, MeasuredInput]]:
         return [
-            (self.meter.identity(tensor, each.info), each)
+            (self.meter.identities.get(tensor, each.unknown), each)
             for tensor, each in zip(tensors, self.inputs, strict=True)
         ]
 

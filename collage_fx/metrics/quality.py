@@ -54,14 +54,11 @@ class UpdateQuality:
     Attributes:
         elements: number of elements.
         intended: <D, D>.
-        along_hi: <D, D̂> for hi alone.
-        effective_hi: <D̂, D̂> for hi alone.
-        along: <D, D̂> for hi + lo.
-        effective: <D̂, D̂> for hi + lo.
+        along_hi, effective_hi: <D, D̂> and <D̂, D̂> for hi alone.
+        along, effective: <D, D̂> and <D̂, D̂> for hi + lo.
         error: <lo, lo> after the step.
         asked: number of elements with D ≠ 0.
-        lost_hi: number of elements with D ≠ 0 whose hi did not change.
-        lost: number of elements with D ≠ 0 whose hi + lo did not change.
+        lost_hi, lost: number of elements with D ≠ 0 whose hi, or whose hi + lo, did not change.
         unchanged: number of elements whose hi did not change, for any D.
         held: number of elements whose lo is not zero after the step.
         sizes: histogram of |D| in units of half an ulp of hi: first the number of elements with D = 0, then
@@ -190,12 +187,7 @@ Key = TypeVar("Key")
 
 
 class Metrics(Mapping[int, Mapping[str, UpdateQuality]]):
-    """Measurements: step -> tensor's name -> :class:`UpdateQuality`. Steps are counted from 1.
-
-    Args:
-        steps: the measurements.
-        tensors: the measured tensors by name.
-    """
+    """Measurements: step -> tensor's name -> :class:`UpdateQuality`. Steps are counted from 1."""
 
     def __init__(
         self, steps: Mapping[int, Mapping[str, UpdateQuality]], tensors: Mapping[str, MeasuredTensor]

@@ -90,10 +90,7 @@ def places(elements: int, device: torch.device) -> Tensor:
 def rows_of(samples: Sequence[Sampled], elements: Sequence[int], dtype: torch.dtype) -> Tensor:
     """Compute the row of each tensor, float64: :data:`ROW`, for all its elements.
 
-    Args:
-        samples: the samples, on one device.
-        elements: number of elements of each tensor.
-        dtype: dtype of hi.
+    The samples are on one device; ``elements`` are the tensors' numbers of elements, ``dtype`` is that of hi.
     """
     counts = torch.tensor([each.old.numel() for each in samples])
     scale = torch.tensor(elements, dtype=torch.float64) / counts.clamp(min=1)

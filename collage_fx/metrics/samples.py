@@ -130,26 +130,20 @@ class Observer:
         """Return the instances none of whose measured tensors are at these indices of arguments."""
         return [each for each in self.instances if not any(index in absent for index in each.measured)]
 
-    def before(self, instances: Sequence[_Instance], arguments: Sequence[Any]) -> list[Samples]:
-        """Return samples of each tensor, instance by instance, float32.
-
-        They are: hi, the sum of error terms or None, and the value that the step will store.
-        """
-        return self._called(self._before, instances, arguments, intends=True)
-
-    def after(self, instances: Sequence[_Instance], arguments: Sequence[Any]) -> list[Samples]:
-        """Return samples of hi and of the sum of error terms, likewise."""
-        return self._called(self._after, instances, arguments, intends=False)
-
-    def _called(
-        self, graph: SampledGraph, instances: Sequence[_Instance], arguments: Sequence[Any], *, intends: bool
+    def read(
+        self, instances: Sequence[_Instance], arguments: Sequence[Any], *, before: bool
     ) -> list[Samples]:
+        """Return samples of each tensor, instance by instance, float32, before or after the step.
+
+        They are: hi, the sum of error terms or None, and before the step the value that it will store.
+        """
+        graph = self._before if before else self._after
         found: list[Samples] = []
         for of_one in graph([each.values(graph.sources, arguments) for each in instances]):
             results = iter(of_one)
             for state in self.states:
                 hi, lo = next(results), next(results) if state.auxiliaries else None
-                found.append((hi, lo, next(results)) if intends else (hi, lo))
+                found.append((hi, lo, next(results)) if before else (hi, lo))
         return found
 
 
