@@ -41,12 +41,9 @@ WAYS: tuple[tuple[str, Callable[[], AbstractContextManager[Any]]], ...] = (
 
 
 class Attempt(NamedTuple):
-    """Outcome of the attempts to compile a graph.
+    """Outcome of the attempts to compile a graph: a function of the list of its inputs.
 
-    Attributes:
-        call: takes the inputs as one list.
-        reasons: why it is not the code that Inductor usually writes.
-        is_compiled: whether Inductor compiled it in any way.
+    ``reasons`` say why it is not the code that Inductor usually writes.
     """
 
     call: Callable[[list[Any]], Any]
@@ -71,12 +68,9 @@ def inductors_faults() -> Iterator[None]:
 
 
 def compile_somehow(gm: GraphModule, inputs: Sequence[Any], **options: Any) -> Attempt:
-    """Compile a graph in the first way that works, or else run it.
+    """Compile a functional graph with ``copy_`` epilogue in the first way that works, or else run it.
 
-    Args:
-        gm: a functional graph with ``copy_`` epilogue, which Inductor edits.
-        inputs: fake ones.
-        options: for ``inductor_compile_inner``.
+    Inductor edits the graph. ``inputs`` are fake.
     """
     spare, faults = copy_of(gm), list[str]()
     for way, simplified in WAYS:
@@ -98,11 +92,7 @@ def interpreted(gm: GraphModule) -> Callable[[list[Any]], Any]:
     for node in exact.graph.find_nodes(op="call_function", target=torch.ops.aten.sqrt.default):
         node.target = _correctly_rounded_sqrt
     exact.recompile()
-
-    def run(arguments: list[Any]) -> Any:
-        return exact(*arguments)
-
-    return boxed_call(run)
+    return boxed_call(lambda arguments: exact(*arguments))
 
 
 def _correctly_rounded_sqrt(x: Tensor) -> Tensor:

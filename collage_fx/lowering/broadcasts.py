@@ -49,10 +49,9 @@ def broadcast(shape: Sequence[int], into: Sequence[int]) -> Broadcast | None:
 
 
 def common_columns(shapes: Iterable[Sequence[int]], into: Sequence[int]) -> int | None:
-    """Return the number of columns that smaller tensors agree on.
+    """Return the number of columns that smaller tensors agree on; 0 for any number.
 
-    Returns:
-        the number; 0 for any number; None if they differ, or one is not repeated by rows or columns.
+    None if they differ, or one is not repeated by rows or columns.
     """
     kinds = {broadcast(shape, into) for shape in shapes}
     columns = {kind.columns for kind in kinds if kind is not None} - {0}

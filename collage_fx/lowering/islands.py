@@ -82,12 +82,7 @@ def cut(part: Part) -> list[Part]:
 
 
 class _Cut:
-    """Spaces and levels of a part's values, and the values that cross from level to level.
-
-    Attributes:
-        islands: values that Inductor computes.
-        has_ours: whether a printable value is the result of one of our operators.
-    """
+    """Spaces and levels of a part's values, and the values that cross from level to level."""
 
     def __init__(self, part: Part, *, on_device: bool) -> None:
         self._part = part
@@ -108,7 +103,9 @@ class _Cut:
             self._leave_to_inductor()
         for node in self._nodes:
             self._place(node)
+        #: Values that Inductor computes.
         self.islands = [node for node in self._nodes if self._is_island(node)]
+        #: Whether a printable value is the result of one of our operators.
         self.has_ours = any(node.target in OURS for node in self._nodes)
         self._kept: set[Node] = set()
 
@@ -176,23 +173,20 @@ class _Cut:
             self._level[node] = self._inlined[node] = level + level % 2 + 1
             return
         operands = node.all_input_nodes
-        levels = [0]
         if not self._is_printable[node]:
-            levels += [
-                self._inlined[each] if each in self._inlined else self._level[each] | 1 for each in operands
-            ]
-            self._level[node] = self._inlined[node] = max(levels) | 1
+            levels = [self._inlined.get(each, self._level.get(each, 0) | 1) for each in operands]
+            self._level[node] = self._inlined[node] = max(levels, default=0) | 1
             return
         smaller = self._broadcast(node)
-        levels += [
+        levels = [
             self._level[each] + (each in smaller or (self._is_hoisted(each) and not is_number(node)))
             for each in operands
             if each in self._level
         ]
-        self._level[node] = max(level + level % 2 for level in levels)
+        self._level[node] = max((level + level % 2 for level in levels), default=0)
         may_inline = is_number(node) if self._on_device else node.target not in OURS
         if may_inline and all(operand in self._inlined for operand in operands):
-            self._inlined[node] = max([0, *(self._inlined[operand] for operand in operands)])
+            self._inlined[node] = max((self._inlined[operand] for operand in operands), default=0)
 
     def _is_hoisted(self, node: Node) -> bool:
         """Return whether a number has a part of its own: on a device, a number made of an island's values."""
@@ -276,16 +270,13 @@ class _Cut:
         if self._is_island(root) and root not in self._kept:
             self._keep(root)
             return
-        waiting, seen = [*self._computed_from(root)], set[Node]()
-        while waiting:
-            node = waiting.pop()
-            if node in seen or self._is_input(node):
-                continue
-            seen.add(node)
-            if self._crosses(node, root):
-                self._keep(node)
-            else:
-                waiting += self._computed_from(node)
+
+        def crosses(node: Node) -> bool:
+            return node is not root and not self._is_input(node) and self._crosses(node, root)
+
+        behind = reached([root], lambda node: () if crosses(node) else self._computed_from(node))
+        for node in filter(crosses, behind):
+            self._keep(node)
 
     def _computed_from(self, node: Node) -> Iterator[Node]:
         return iter(() if self._is_input(node) else node.all_input_nodes)

@@ -10,7 +10,7 @@ import ctypes
 import sys
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -69,13 +69,14 @@ def _known(rule: Rule, key: Hashable, compiled: Callable[[], Kernel | Reason]) -
     of_compiled = *of_printed, *by_inductor
     for full in (of_printed, of_compiled):
         if full in _made:
-            note_generated_code(_made[full].code)
-            return _made[full].kernel
+            kernel, code, _ = _made[full]
+            note_generated_code(code)
+            return kernel
     with generated_code() as code:
-        kernel = compiled()
-    if isinstance(kernel, Kernel):
-        _made[of_printed if kernel.call is None else of_compiled] = _Made(kernel, code, rule.lines)
-    return kernel
+        found = compiled()
+    if isinstance(found, Kernel):
+        _made[of_printed if found.call is None else of_compiled] = found, code, rule.lines
+    return found
 
 
 def forget_kernels() -> None:
@@ -83,22 +84,9 @@ def forget_kernels() -> None:
     _made.clear()
 
 
-class _Made(NamedTuple):
-    """Compiled kernel in the cache.
-
-    Attributes:
-        kernel: the kernel.
-        code: code that Inductor has written for it.
-        lines: lines of its rule; they keep functions alive that the rule's key contains by address.
-    """
-
-    kernel: Kernel
-    code: Sequence[str]
-    lines: tuple[Line, ...]
-
-
-#: Kernels of all steps so far; steps of different optimizers often have equal rules.
-_made: dict[Hashable, _Made] = {}
+#: Kernels of all steps so far, each with its code, and the lines of its rule, which keep functions alive that
+#: the key contains by address. Steps of different optimizers often have equal rules.
+_made: dict[Hashable, tuple[Kernel, Sequence[str], tuple[Line, ...]]] = {}
 
 
 def compile_rule(rule: Rule) -> Kernel | Reason:
@@ -153,7 +141,7 @@ def _loaded(rule: Rule, source: str, inputs: Sequence[Any]) -> Kernel | Reason:
         with inductors_faults():
             library = load_cpp_library(source, FLAGS)
     except InductorFault as fault:
-        if is_refused_by_compiler(fault) and _compiles():
+        if is_refused_by_compiler(fault) and fault_of_library() is None:
             raise FailedLoweringError(
                 f"the C++ that collage_fx has printed is not compiled: {fault}",
                 where=rule.operations,
@@ -164,17 +152,17 @@ def _loaded(rule: Rule, source: str, inputs: Sequence[Any]) -> Kernel | Reason:
     address = ctypes.cast(library.kernel, ctypes.c_void_p).value
     assert address is not None
     function, columns = CFunction(address, arguments, library), _columns(rule, inputs, arguments)
-    return Kernel(None, function, columns, divisible=rule.divisible, width=rule.width)
+    return Kernel(None, function, columns, divisible=rule.flat, width=rule.width)
 
 
-def _compiles() -> bool:
-    """Return whether the compiler takes other C++ of this package."""
+def fault_of_library() -> InductorFault | None:
+    """Return why the compiler does not take the C++ that writes tables of addresses; None if it does."""
     try:
         with inductors_faults():
             load_library()
-    except InductorFault:
-        return False
-    return True
+    except InductorFault as fault:
+        return fault
+    return None
 
 
 def _columns(rule: Rule, inputs: Sequence[Any], arguments: Sequence[int]) -> tuple[Column, ...]:

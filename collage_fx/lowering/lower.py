@@ -73,13 +73,7 @@ ERROR_TERM = InputInfo("an error term", "lo", Role.OTHER)
 
 
 class Lowered(NamedTuple):
-    """Compiled step, and the reasons why it was not compiled in a faster way.
-
-    Attributes:
-        step: function of the list of the whole graph's inputs.
-        unit: the unit of compilation.
-        reasons: the faster ways that were not taken, with reasons.
-    """
+    """Compiled step, a function of the list of the whole graph's inputs, and reasons against faster ways."""
 
     step: Callable[[list[Any]], Any]
     unit: Unit
@@ -190,9 +184,7 @@ def _failed(fault: Reason, infos: Sequence[InputInfo], *, is_compiled: bool) -> 
 def _expected(program: StepProgram, *, all_layouts: bool) -> tuple[list[Expected], list[Expected]]:
     """Return the layouts that a step expects: of its arguments, and of the error terms that it adds.
 
-    Args:
-        program: after the pipeline.
-        all_layouts: whether nothing else looks at sizes and strides, which are numbers then.
+    With ``all_layouts`` nothing else looks at sizes and strides, which are numbers then.
     """
     nodes, stores = placeholders(program.gm.graph), copies_to_inputs(program.gm.graph)
     packed = {each.position for each in program.expansions if each.packed}  # their own memory is not touched

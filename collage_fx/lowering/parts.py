@@ -80,7 +80,9 @@ def parts_of(graph: Graph) -> list[Part] | Reason:
     for node in graph.nodes:
         if not _is_a_function(node):
             return Reason.at(node, "it is not a function of its operands")
-    if _returns_shared_memory(graph):
+    inputs = {_memory(node) for node in placeholders(graph)}
+    returned = [_memory(node) for node in dict.fromkeys(_returned(graph))]
+    if len(set(returned)) < len(returned) or not inputs.isdisjoint(returned):
         return Reason("it returns a view of an input, or two of one memory")
     return _in_order(graph)
 
@@ -97,13 +99,6 @@ def _is_a_function(node: Node) -> bool:
         # Indexing of several results, and Python arithmetic on symbolic numbers.
         return node.target is operator.getitem or is_number(node)
     return not schema_of(node.target).is_mutable and not draws(node.target)
-
-
-def _returns_shared_memory(graph: Graph) -> bool:
-    """Return whether a returned tensor is a view of an input or of another returned tensor."""
-    inputs = {_memory(node) for node in placeholders(graph)}
-    returned = [_memory(node) for node in dict.fromkeys(_returned(graph))]
-    return len(set(returned)) < len(returned) or not inputs.isdisjoint(returned)
 
 
 def _memory(node: Node) -> int | None:

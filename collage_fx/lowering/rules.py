@@ -106,7 +106,6 @@ class Rule:
     Attributes:
         key: equal for equal rules.
         flat: whether it is elementwise in one dense layout.
-        lines: inputs and operations.
         stores: ``(destination, value)`` lines; a destination of None is a result, for which the caller brings
             memory as a further input.
         operands: nodes of this part that are the rule's inputs, in their order.
@@ -126,11 +125,6 @@ class Rule:
     width: int
     columns: int
     independent: bool
-
-    @property
-    def divisible(self) -> bool:
-        """Whether a kernel may compute separate pieces of the tensors, and add the sums of the pieces."""
-        return self.flat and self.independent
 
     @property
     def device(self) -> torch.device:
@@ -235,11 +229,8 @@ class _Writer:
         return [value for value in values if value is not None and value.dim() > 0]
 
     def _is_flat(self) -> bool:
-        tensors = [value for value in self._elements() if not self._is_of_blocks(value)]
         if self.has_blocks and self.shape.numel() < BLOCK:
             return False
-        is_launched = any(device_facts(value.device).is_launched for value in tensors)
-        longest = LONGEST_PIECE if is_launched else LONGEST
         if not self.shape or not self.shape.numel() or self.columns is None:
             return False
         memory = [tensor_value(node) for node in (*self.part.results, *self.inputs)]
@@ -248,7 +239,7 @@ class _Writer:
         return (
             len(layouts) <= 1
             and all(value.is_contiguous() if self.columns else is_dense(value) for value in placed)
-            and (not self.totals or self.shape.numel() < longest)
+            and (not self.totals or self.shape.numel() < (LONGEST if self.on_host else LONGEST_PIECE))
             and all(
                 node in self.inputs
                 or node in self.totals

@@ -18,15 +18,13 @@ import torch
 from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
 
-from collage_fx.codegen import load_library
 from collage_fx.graph import ONCE, Reason, Repetition, device_facts, is_copy_to_input, placeholders, reached
-from collage_fx.lowering.attempts import inductors_faults
 from collage_fx.lowering.islands import cut
-from collage_fx.lowering.kernels import kernel_of
+from collage_fx.lowering.kernels import fault_of_library, kernel_of
 from collage_fx.lowering.parts import Part, parts_of
 from collage_fx.lowering.rules import Rule, rule_of
 from collage_fx.runtime import HOST, NO_MEMBER, Call, Kernel, Plan, ValueIndex, bytes_of, in_rounds, limit_on
-from collage_fx.torch_compat import InductorFault, inductor_config, pytree
+from collage_fx.torch_compat import inductor_config, pytree
 
 #: Stands, with a device, for the place of the first element of tensors as a whole in a plan's values.
 FIRST = "first"
@@ -38,15 +36,14 @@ COLUMNS = "columns"
 def lower_in_parts(gm: GraphModule, *, always: bool = False) -> Plan | Reason:
     """Compile a graph part by part, equal parts once, or return why that is impossible or useless.
 
-    Args:
-        gm: the rewritten graph.
-        always: also where no two parts of the graph are equal.
+    With ``always`` it is not useless where no two parts are equal.
     """
     rules = rules_of(gm, always=always)
     if isinstance(rules, Reason):
         return rules
-    if any(device_facts(rule.device).is_launched for _, rule in rules) and (reason := _why_no_tables()):
-        return reason
+    is_launched = any(device_facts(rule.device).is_launched for _, rule in rules)
+    if is_launched and (fault := fault_of_library()) is not None:
+        return Reason(f"the C++ that writes tables of addresses is not compiled: {fault}")
     planned: list[_Planned] = []
     made: dict[Node, int] = {}
     last_read: dict[Node, int] = {}
@@ -65,16 +62,6 @@ def lower_in_parts(gm: GraphModule, *, always: bool = False) -> Plan | Reason:
         last_read |= dict.fromkeys(rule.operands, wave)
         planned.append(_Planned(part, rule, kernel, wave))
     return _plan(gm, planned)
-
-
-def _why_no_tables() -> Reason | None:
-    """Return why the host cannot write the tables that launches read; None if it can."""
-    try:
-        with inductors_faults():
-            load_library()
-    except InductorFault as fault:
-        return Reason(f"the C++ that writes tables of addresses is not compiled: {fault}")
-    return None
 
 
 def rules_of(gm: GraphModule, *, always: bool = False) -> list[tuple[Part, Rule]] | Reason:

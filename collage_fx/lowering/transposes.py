@@ -72,8 +72,10 @@ class _Rewriter:
     def _result(self, node: Node) -> Node:
         """Return the node to be read in place of a node."""
         if not self._changed.isdisjoint(node.all_input_nodes):
-            copies = {view: self._copied(view) for view in self._not_viewed(node)}
-            node = self._applied(node, copies)
+            # A view in another shape might not exist for an operand's order in memory.
+            operands = node.all_input_nodes if node.target in RESHAPES else []
+            views = [each for each in operands if not each.meta["val"].is_contiguous()]
+            node = self._applied(node, {view: self._copied(view) for view in views})
         if (source := _transposed(node)) is not None:
             tensor = _transposed(source)
             return tensor if tensor is not None and _orders_cancel(source, node) else self._once(node)
@@ -99,11 +101,6 @@ class _Rewriter:
         """Add a node's operation with other operands, and return it."""
         args, kwargs = torch.fx.map_arg((node.args, node.kwargs), lambda each: instead.get(each, each))
         return self.editor.call(node.target, *args, **kwargs)
-
-    def _not_viewed(self, node: Node) -> list[Node]:
-        """Return the operands that a view in another shape might not accept in their order in memory."""
-        operands = node.all_input_nodes if node.target in RESHAPES else []
-        return [each for each in operands if not each.meta["val"].is_contiguous()]
 
     def _as_promised(self, value: Node, like: Node) -> Node:
         """Add a copy of a value in another value's order in memory."""

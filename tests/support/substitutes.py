@@ -93,7 +93,7 @@ def no_kernel_over_a_table() -> Iterator[None]:
 
 def no_tables_of_addresses(error: Exception) -> AbstractContextManager[Any]:
     """Context manager: the C++ that writes tables of addresses is not compiled."""
-    return mock.patch("collage_fx.lowering.schedule.load_library", side_effect=error)
+    return mock.patch("collage_fx.lowering.kernels.load_library", side_effect=error)
 
 
 def failing_steps_of_the_lowering(error: Exception) -> contextlib.ExitStack:
