@@ -641,7 +641,6 @@ TABLES = {
     ("torch_compat/patching.py", "_entered"): "of a thread: patches that it has entered",
     ("torch_compat/patching.py", "_layers"): "what this package has replaced in torch",
     ("lowering/kernels.py", "_made"): "compiled kernels by rule",
-    ("optim/__init__.py", "_made"): "classes by class",
     ("state/checkpoint.py", "_carried_along"): "who has something to say in files",
     ("state/checkpoint.py", "_own_loads"): "a stack: classes' own methods that run, and",
     ("state/checkpoint.py", "_own_saves"): "likewise",

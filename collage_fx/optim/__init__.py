@@ -13,11 +13,15 @@ and sent to another process. State dicts are those of the originals.
 
 from __future__ import annotations
 
+import functools
 import importlib
 import importlib.util
 import inspect
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec
+from types import ModuleType
 from typing import Any, cast
 
 import torch
@@ -26,10 +30,8 @@ from torch.optim import Optimizer
 from collage_fx.backend import CollageBackend
 from collage_fx.errors import InvalidOptionError, UnsupportedOptimizerError
 from collage_fx.install import install
-from collage_fx.optim.import_paths import add_finder
 from collage_fx.torch_compat import ORIGINAL
 
-_made: dict[type[Optimizer], type[Optimizer]] = {}
 #: An import of ``collage_fx.optim.torch`` makes the name torch in this module another module.
 _torch_optim = torch.optim
 
@@ -54,13 +56,10 @@ def of(optimizer: str | type[Optimizer]) -> type[Optimizer]:
             where="collage_fx.optim.of",
             remedy="give a subclass of torch.optim.Optimizer, or its path: 'pytorch_optimizer.Prodigy'",
         )
-    if ORIGINAL in vars(cls):
-        return cls
-    if cls not in _made:
-        _made[cls] = _subclass(cls)
-    return _made[cls]
+    return cls if ORIGINAL in vars(cls) else _subclass(cls)
 
 
+@functools.cache
 def _subclass(cls: type[Optimizer]) -> type[Optimizer]:
     original = cast(Any, cls).__init__
 
@@ -87,13 +86,10 @@ def _subclass(cls: type[Optimizer]) -> type[Optimizer]:
 
 def _with_options(signature: inspect.Signature) -> inspect.Signature:
     """Return a signature with the keyword ``collage``."""
-    parameters = list(signature.parameters.values())
-    position = len(parameters)
-    if parameters and parameters[-1].kind is inspect.Parameter.VAR_KEYWORD:
-        position -= 1
     annotation = Mapping[str, Any] | None
     option = inspect.Parameter("collage", inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation)
-    return signature.replace(parameters=[*parameters[:position], option, *parameters[position:]])
+    parameters = [*signature.parameters.values(), option]
+    return signature.replace(parameters=sorted(parameters, key=lambda each: each.kind))
 
 
 def _refuse_unless_options(collage: Any) -> None:
@@ -154,4 +150,31 @@ def __dir__() -> list[str]:
     return sorted(__all__)
 
 
-add_finder(sys.modules[__name__], _in_module)
+class _ModuleFinder(MetaPathFinder, Loader):
+    """Finder of a module in this package for each module outside, with subclasses of its optimizers.
+
+    A pickle, a process that is spawned and a configuration all find a class by a module's name and a name in
+    it. The finder is asked last, so modules that exist in the package come first.
+    """
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        other = fullname.removeprefix(f"{__name__}.")
+        if other == fullname or (other not in sys.modules and importlib.util.find_spec(other) is None):
+            return None
+        return ModuleSpec(fullname, self, is_package=True)
+
+    def exec_module(self, module: ModuleType) -> None:
+        other = module.__name__.removeprefix(f"{__name__}.")
+
+        def __getattr__(name: str) -> Any:
+            if name.startswith("__"):
+                raise AttributeError(f"module {module.__name__!r} has no attribute {name!r}")
+            return _in_module(other, name)
+
+        importlib.import_module(other)
+        vars(module)["__getattr__"] = __getattr__
+
+
+sys.meta_path.append(_ModuleFinder())
