@@ -49,13 +49,7 @@ WHOLE_CALLS = 4
 class Batch:
     """Calls of a kernel on the host, a C++ function, for many tensors.
 
-    Args:
-        calls: calls of one kernel.
-        place_of: function from the index of a value to its operand code.
-
-    Attributes:
-        pieces: piece of each row.
-        jobs: number of jobs.
+    ``place_of`` is a function from the index of a value to its operand code.
     """
 
     def __init__(self, calls: Sequence[Call], place_of: Callable[[int], int]) -> None:
@@ -91,10 +85,7 @@ class Batch:
     def __call__(self, addresses: array[int], scratch: Tensor, present: array[int] | None = None) -> None:
         """Make the calls, with as many threads as PyTorch uses.
 
-        Args:
-            addresses: address table of the step.
-            scratch: scratch memory.
-            present: for each member a byte, nonzero if its calls are made; None for all.
+        ``present`` has a byte for each member, nonzero if its calls are made; None for all.
         """
         threads = min(self.jobs, torch.get_num_threads())
         members = None if present is None else present.buffer_info()[0]
@@ -102,10 +93,9 @@ class Batch:
 
 
 def jobs_of(costs: Sequence[int], most: int) -> list[int]:
-    """Divide pieces into jobs that cost no more than ``most``, or are of a single piece.
+    """Divide pieces into jobs; return the first piece of each job, and the number of pieces.
 
-    Returns:
-        the first piece of each job, and the number of pieces.
+    A job costs no more than ``most``, or is of a single piece.
     """
     starts, held = [0], 0
     for i, cost in enumerate(costs):

@@ -66,7 +66,6 @@ class Plan:
     computed in Python. Everything else refers to values by their indices in this list.
 
     Attributes:
-        arguments: number of arguments.
         constants: lengths, tensors that are attributes of the graph, and functions that create tensors at the
             first call of the step.
         results: size, stride, dtype and device of tensors to be allocated.
@@ -137,7 +136,12 @@ class StepInParts:
             for device in devices
             if device != HOST
         }
-        groups = [(group[0].kernel, group) for group in _grouped(calls)]
+        by_wave: dict[tuple[int, int], list[Call]] = defaultdict(list)
+        for call in calls:
+            by_wave[call.wave, id(call.kernel)].append(call)
+        groups = [
+            (group[0].kernel, group) for _, group in sorted(by_wave.items(), key=lambda each: each[0][0])
+        ]
         #: Calls on the host, whose results devices read; they come before the calls on devices.
         self.on_host = [
             group if kernel.function is None else Batch(group, self._addresses.place_of)
@@ -203,30 +207,24 @@ class StepInParts:
 class _Temporaries:
     """Values that cross between kernels, in common memory of their device if they are large.
 
-    Args:
-        plan: the plan.
-        allocated: size, stride, dtype and device of the values that are allocated, by index.
-
-    Attributes:
-        offsets: offset of each value in the common memory.
+    ``allocated`` has size, stride, dtype and device of the values that are allocated, by index.
     """
 
     def __init__(self, plan: Plan, allocated: Mapping[int, tuple[Any, ...]]) -> None:
-        found = {
-            index: result
-            for index, result in allocated.items()
-            if index not in plan.outputs and math.prod(result[0])
-        }
+        found = defaultdict[torch.device, dict[int, tuple[Any, ...]]](dict)
+        for index, result in allocated.items():
+            if index not in plan.outputs and math.prod(result[0]):
+                found[result[3]][index] = result
         waves: dict[int, list[int]] = defaultdict(list)
         for call in plan.calls:
             for index in call.values:
                 waves[index].append(call.wave)
         for stack in plan.stacks:
             waves[stack.index] += [wave for index in stack.members for wave in waves[index]]
+        #: Offset of each value in the common memory.
         self.offsets: dict[int, int] = {}
         self._memory: list[tuple[torch.device, int, dict[int, tuple[Any, ...]]]] = []
-        for device in dict.fromkeys(result[3] for result in found.values()):
-            here = {index: result for index, result in found.items() if result[3] == device}
+        for device, here in found.items():
             sizes = {index: bytes_of(result) for index, result in here.items()}
             if sum(sizes.values()) <= limit_on(device):
                 continue
@@ -259,19 +257,10 @@ def _call(calls: Sequence[Call], values: Sequence[Any], present: array[int] | No
             call.kernel.call([values[index] for index in call.values])
 
 
-def _grouped(calls: Sequence[Call]) -> list[list[Call]]:
-    """Return calls grouped by wave and kernel, in a valid order."""
-    groups: dict[tuple[int, int], list[Call]] = defaultdict(list)
-    for call in calls:
-        groups[call.wave, id(call.kernel)].append(call)
-    return [groups[key] for key in sorted(groups, key=lambda key: key[0])]
-
-
 class _Addresses:
     """Numbering of the operands in tables: indices in a step's addresses, and scratch cells.
 
-    Args:
-        results: indices of the values that only batches use, scalars: they get scratch cells.
+    The cells are for ``results``, the indices of the values that only batches use, scalars.
     """
 
     def __init__(self, results: Iterable[int]) -> None:

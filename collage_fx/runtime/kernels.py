@@ -66,8 +66,6 @@ class Kernel:
         call: function of a single list: the length if the rule is flat, the inputs, and memory for the
             results. None if only ``function`` is called.
         function: the C++ function, or the GPU kernel over a table, if the rule is independent and has one.
-        columns: the arguments of ``function``.
-        device: device of the kernel.
         sums: sums of which a kernel over a table leaves parts.
         divisible: whether the function may be called for a piece of the tensors.
         width: elements per unit of length of its tensors.
@@ -95,8 +93,7 @@ class Call:
     """Call of a kernel in a step.
 
     Attributes:
-        kernel: the kernel.
-        values: its arguments, as indices into the list of the step's values.
+        values: arguments of the kernel, as indices into the list of the step's values.
         wave: number of its wave. Calls of a wave need only results of earlier waves, and write to no memory
             that another call of the wave reads.
         length: length of its tensors, if the kernel's rule is flat.

@@ -48,18 +48,9 @@ UPLOADS = 4
 
 
 class Launch:
-    """Launch of one kernel for all its tensors.
+    """Launch of one kernel for all its tensors, whose rows are added to the table of ``launches``.
 
-    Args:
-        launches: the launches that it belongs to, with their table.
-        kernel: the kernel.
-        rows: the words of its rows.
-        lengths: length of each row.
-        members: index of each row's member; negative = launched in every step.
-
-    Attributes:
-        function: the kernel's function.
-        programs: the words of its programs, by whether the addresses of elements are aligned.
+    ``lengths`` and ``members`` are those of each row; rows of a negative member are launched in every step.
     """
 
     def __init__(
@@ -84,6 +75,7 @@ class Launch:
         #: Byte of each row: 0 = not launched, 1 = aligned, 2 = not aligned, -1 = not known yet.
         self._kinds = array("b", [-1] * len(lengths))
         self._classify: Classify | None = None
+        #: Words of the programs, by whether the addresses of elements are aligned.
         self.programs: dict[bool, Tensor] = {}
 
     @property
@@ -93,11 +85,9 @@ class Launch:
         return [kinds[argument] for argument in self.function.accesses if kinds[argument] > 0]
 
     def prepare(self, words: Tensor, present: array[int] | None) -> None:
-        """Find the kernel of each row, by its addresses, and the programs of each kernel.
+        """Find the kernel of each row, by its addresses in the table, and the programs of each kernel.
 
-        Args:
-            words: words of the table.
-            present: for each member a byte, nonzero if its rows are launched; None for all.
+        ``present`` has a byte for each member, nonzero if its rows are launched; None for all.
         """
         device = self._launches.device
         if self._classify is None:
@@ -139,10 +129,7 @@ def programs(rows: Tensor, blocks: Tensor, device: torch.device) -> Tensor:
 class Launches(Table):
     """Launches of a step on one device, and their table.
 
-    Args:
-        device: device of the launches.
-        results: indices of the scalars that a launch computes for another launch.
-        place_of: function from the index of a value to its operand code on the host.
+    ``results`` are the indices of the scalars that a launch computes for another launch.
     """
 
     def __init__(
@@ -176,11 +163,7 @@ class Launches(Table):
         return self.launches[-1]
 
     def add_numbers(self, values: Sequence[int], dtype: torch.dtype) -> Callable[[], Tensor]:
-        """Add numbers of the host as neighbouring words.
-
-        Returns:
-            a function that returns the vector of these numbers in the table, after the first :meth:`update`.
-        """
+        """Add numbers of the host as words; return a function of their vector, after the first update."""
         first = len(self.numbers)
         self.numbers += [Word(self.place_of(value), dtype.itemsize) for value in values]
 
@@ -231,15 +214,16 @@ class Launches(Table):
         origins = arrays(words, {NUMBERS: numbers, CELLS: cells, SUMS: self._sums.data_ptr()})
         self._words = torch.zeros(len(words), dtype=torch.int64)
         self._fill = Fill(self._words, *origins)
-        self._upload = Upload(self._words, self.table[: len(words)])
+        self._uploaded = self.table[: len(words)]
+        pinned = range(UPLOADS if self.device.type == "cuda" else 0)
+        self._buffers = itertools.cycle(
+            [(torch.empty_like(self._words, pin_memory=True), torch.cuda.Event()) for _ in pinned]
+        )
 
     def update(self, addresses: array[int], scratch: Tensor, present: array[int] | None = None) -> None:
         """Update the table for a step: before its launches, after the computations of the host.
 
-        Args:
-            addresses: address table of the step on the host.
-            scratch: scratch memory on the host.
-            present: for each member a byte, nonzero if it is launched; None for all.
+        ``present`` has a byte for each member, nonzero if it is launched; None for all.
 
         Raises:
             ChangedTensorError: a CUDA graph is being captured; each replay would write the words of this step
@@ -265,6 +249,18 @@ class Launches(Table):
         self._upload()
         self._is_current = True
 
+    def _upload(self) -> None:
+        """Copy the words to the device without waiting for it, from a pinned buffer that it has read."""
+        if self.device.type != "cuda":
+            self._uploaded.copy_(self._words)
+            return
+        with on_device(self.device):
+            buffer, read = next(self._buffers)
+            read.synchronize()
+            buffer.copy_(self._words)
+            self._uploaded.copy_(buffer, non_blocking=True)
+            read.record()
+
 
 def is_captured(device: torch.device) -> bool:
     """Return whether the current stream of a device is being captured into a CUDA graph."""
@@ -272,29 +268,3 @@ def is_captured(device: torch.device) -> bool:
         return False
     with on_device(device):
         return bool(torch.cuda.is_current_stream_capturing())
-
-
-class Upload:
-    """Copy of words of the host to memory of a device, without waiting for the device.
-
-    A pinned buffer is written again only after the device has read it.
-    """
-
-    def __init__(self, words: Tensor, into: Tensor) -> None:
-        self._words, self._into = words, into
-        self._is_pinned = into.device.type == "cuda"
-        count = UPLOADS * self._is_pinned
-        self._buffers = itertools.cycle(
-            [(torch.empty_like(words, pin_memory=True), torch.cuda.Event()) for _ in range(count)]
-        )
-
-    def __call__(self) -> None:
-        if not self._is_pinned:
-            self._into.copy_(self._words)
-            return
-        with on_device(self._into.device):
-            buffer, read = next(self._buffers)
-            read.synchronize()
-            buffer.copy_(self._words)
-            self._into.copy_(buffer, non_blocking=True)
-            read.record()

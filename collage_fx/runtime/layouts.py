@@ -35,9 +35,6 @@ class Expected:
     """Description of an argument that the code of a step expects.
 
     Attributes:
-        index: index among the arguments.
-        name: the user's name of the argument.
-        dtype, device: expected dtype and device.
         size, stride: size and stride at compile time.
         is_checked: whether the code checks sizes and strides itself, because they may be dynamic.
         is_only_read: whether it is only read, so that a copy can replace it.
@@ -110,10 +107,7 @@ class Layouts:
         self._last: tuple[Callable[..., bool], Sequence[Expected]] = (lambda *tensors: False), ()
 
     def fit(self, arguments: list[Any]) -> bool:
-        """Replace tensors of another layout by copies, or raise.
-
-        Returns:
-            whether all tensors have the layouts of the last call.
+        """Replace tensors of other layouts by copies, or raise; return whether all are as in the last call.
 
         Raises:
             ChangedTensorError, UnsupportedTensorError: naming the tensor.

@@ -43,10 +43,8 @@ class CompensatedStep:
     has changed, for each set of arguments, by weak references, because the tensor owns them. A tensor that
     dies takes its record with it, which is such a change, unless a step has made it for itself.
 
-    Args:
-        compiled: the graph, in AOTAutograd's calling convention.
-        bindings: lookups of the error terms.
-        expected: expected layouts of the arguments, and of the error terms.
+    The graph is called in AOTAutograd's convention. ``expected`` are the layouts of the arguments, and of the
+    error terms.
     """
 
     def __init__(
@@ -207,13 +205,12 @@ def bind(index: int, info: InputInfo, error_format: ErrorFormat, *, reads: bool 
 
     If the step only reads them, none are created.
     """
-    if not info.bound or info.tensor is None:
-        return Binding(index, error_format, info.name, reads=reads, is_made=info.is_made)
-    if reads and not has_error_terms(info.tensor):
-        return Binding(index, error_format, info.name, TensorWeakRef(info.tensor), reads=True)
-    record = ensure_record(info.tensor, error_format, name=info.name)
-    bound = TensorWeakRef(info.tensor)
-    return Binding(index, error_format, info.name, bound, weakref.ref(record), reads)
+    binding = Binding(index, error_format, info.name, reads=reads, is_made=info.is_made and not info.bound)
+    if info.bound and info.tensor is not None:
+        binding.bound = TensorWeakRef(info.tensor)
+        if not reads or has_error_terms(info.tensor):
+            binding.record = weakref.ref(ensure_record(info.tensor, error_format, name=info.name))
+    return binding
 
 
 @dataclass
@@ -227,8 +224,6 @@ class Binding:
 
     Attributes:
         index: index of the input among the arguments.
-        error_format: format of its error terms.
-        name: the user's name of the input.
         bound: the tensor, if it is an attribute of the module.
         record: the remembered record of a bound tensor.
         reads: whether the step only reads the error terms. A tensor without error terms is read with zeros.

@@ -53,7 +53,6 @@ class Word(NamedTuple):
     Attributes:
         place: operand code of an address, as :class:`~collage_fx.codegen.Fill` takes it.
         size: bytes of the number at this address whose value is the word; 0 if the word is the sum.
-        offset: offset to add.
         base: memory whose address is added, such as ``NUMBERS``; empty = none.
     """
 
@@ -66,13 +65,8 @@ class Word(NamedTuple):
 class Table:
     """Table of words: rows of calls, and the numbers that they refer to.
 
-    Args:
-        place_of: function from the index of a value to its operand code.
-        cells: indices of the values that are in cells of the table.
-
-    Attributes:
-        cells: index of the cell of each value that is in one.
-        numbers: words of the numbers.
+    ``place_of`` is a function from the index of a value to its operand code. The values with the indices
+    ``cells`` are in cells of the table.
     """
 
     def __init__(self, place_of: Callable[[int], int], cells: Collection[int] = ()) -> None:

@@ -41,11 +41,9 @@ def limit_on(device: torch.device) -> int:
 
 
 def in_rounds(calls: Sequence[Call], shares: Mapping[int, float]) -> list[Call]:
-    """Return the calls with the waves of a step whose members take turns, if they have to.
+    """Return a step's calls, in the waves of members that take turns if they have to.
 
-    Args:
-        calls: the calls of the step.
-        shares: for each value that crosses between kernels, by index, its share of the limit on its device.
+    ``shares`` has, for each value that crosses between kernels, its share of the limit on its device.
     """
     of_member: dict[int, dict[int, float]] = defaultdict(dict)
     kernels: dict[int, tuple[int, ...]] = defaultdict(tuple)
