@@ -85,13 +85,11 @@ class Measurement:
     Attributes:
         outcome: one of the constants above, such as :data:`COMPENSATED`.
         reason: reason of an outcome other than ``compensated``.
-        graphs: number of graphs that the backend got in the first step.
-        compilations: number of graphs that the backend got in all steps.
+        graphs, compilations: numbers of graphs that the backend got in the first step, and in all steps.
         seconds: time from the call of the first step to the end of the last compilation.
         late: number of compilations in the second half of the steps, 0 in a steady state: graphs of the
             backend, and frames that Dynamo translated.
-        compensated: state tensors with error terms, by their names in the optimizer (``exp_avg``).
-        packed: state tensors that are packed, by their names.
+        compensated, packed: state tensors with error terms, and packed, by their names (``exp_avg``).
         left: other state tensors without error terms, as ``(name, reason)``.
         plain, single, error: errors of eager low precision, of eager float32, which is what float32 master
             weights do, and of compensated low precision (``hi + lo``); None without a run.
@@ -138,7 +136,7 @@ class Audit:
     @property
     def is_good(self) -> bool:
         """Whether the optimizer is compensated, and as precise as it can be, under every schedule."""
-        return all(map(_is_good, self.measured.values()))
+        return all(each.outcome in GOOD for each in self.measured.values())
 
     def __str__(self) -> str:
         rows = [
@@ -176,7 +174,7 @@ class Audit:
     def verdict(self) -> str:
         """Verdict as a sentence."""
         every = list(self.measured.values())
-        bad = [f"{name}: {each.outcome}" for name, each in self.measured.items() if not _is_good(each)]
+        bad = [f"{name}: {each.outcome}" for name, each in self.measured.items() if each.outcome not in GOOD]
         if all(each.outcome == NOTHING_TO_COMPARE for each in every):
             return f"none, because {every[0].reason}"
         if bad:
@@ -274,14 +272,12 @@ class Trial:
         shapes, dtype: shapes and dtype of the parameters.
         steps: number of steps; a compilation in their second half counts as a fault.
         make_eager: function that creates the optimizer for the eager runs, if it differs there.
-        schedule: schedule of the learning rate.
         sparse: whether gradients are sparse.
-        closure: whether ``step`` needs a closure.
+        closure: whether ``step`` needs a closure, although its signature does not say so.
         is_still: whether gradients are zero.
         why_inaccurate: known reason why the optimizer's update rule differs between low precision and
             float64; empty if there is none.
-        options: options of the backend.
-        backend: makes the backend of the options.
+        backend: function that makes the backend of the ``options``.
         with_decay: whether weight decay is measured, in steps without gradients.
         of_each: whether the errors are those of the worst parameter, not of all of them together.
     """
@@ -365,9 +361,6 @@ def _is_inaccurate(measured: Measurement) -> bool:
     assert measured.error is not None
     is_as_float32 = measured.error <= 2 * (measured.single or 0) and math.isfinite(measured.error)
     return falls_short(measured.plain, measured.error) and not is_as_float32
-
-
-# Runs. ------------------------------------------------------------------------------------------------------
 
 
 def weights_of(trial: Trial, dtype: torch.dtype) -> Parameters:
@@ -530,10 +523,6 @@ def _message(error: BaseException) -> str:
     error = getattr(error, "inner_exception", error)  # the backend's exception, which Dynamo has wrapped
     text = str(error).partition("\nfrom user code")[0].partition("\n For more details")[0]
     return f"{type(error).__name__}: {text.strip()}"
-
-
-def _is_good(measured: Measurement) -> bool:
-    return measured.outcome in GOOD
 
 
 def _shown(error: float | None) -> str:

@@ -17,8 +17,6 @@ import shutil
 import subprocess
 import warnings
 from collections.abc import Iterator
-from dataclasses import dataclass
-from functools import partial
 
 import torch
 from tabulate import tabulate
@@ -38,39 +36,23 @@ STEPS = 3
 LEARNING_RATE = 2.0**-10
 
 
-@dataclass(frozen=True)
-class Finding:
-    """Result of the self-test of a device and dtype.
-
-    Attributes:
-        ok: whether the bits are right.
-        detail: the result in words: the reason if the bits are wrong or the step is slow.
-        is_supported: whether steps can run on the device.
-        is_slow: whether the step is run operation by operation, because no compiler works.
-    """
-
-    device: str
-    dtype: str
-    ok: bool
-    detail: str
-    is_supported: bool = True
-    is_slow: bool = False
-
-    @property
-    def outcome(self) -> str:
-        """Outcome in a word: ok, SLOW, FAILED, or none for a device that is not supported."""
-        if not self.is_supported:
-            return "none"
-        return FAILED if not self.ok else "SLOW" if self.is_slow else "ok"
+#: Outcomes of a self-test, in which NONE is that of a device that is not supported, and SLOW that of steps
+#: that are run operation by operation, because no compiler works. FAILED is also the outcome of a patch
+#: without which results would differ.
+OK, SLOW, FAILED, NONE = "ok", "SLOW", "FAILED", "none"
 
 
 def examine() -> tuple[str, bool]:
     """Examine the installation; return the findings as text, the verdict first, and whether all is well."""
-    findings = [self_test(d, dtype) for d in devices() for dtype in (torch.bfloat16, torch.float16)]
-    rows = [[f.device, f.dtype, f.outcome, f.detail] for f in findings]
+    rows = [
+        [device, str(dtype).removeprefix("torch."), *self_test(device, dtype)]
+        for device in devices()
+        for dtype in (torch.bfloat16, torch.float16)
+    ]
     table = tabulate(rows, headers=["device", "dtype", "self-test", ""], maxcolwidths=[16, 10, 10, 60])
     lost = [row for row in _patch_rows() if FAILED in row]
-    is_right, is_slow = not lost and all(f.ok for f in findings), any(f.is_slow for f in findings)
+    outcomes = {outcome for _, _, outcome, _ in rows}
+    is_right, is_slow = not lost and FAILED not in outcomes, SLOW in outcomes
     if not is_right:
         verdict = "Do not rely on error terms here: see the rows marked FAILED."
     elif is_slow:
@@ -92,10 +74,6 @@ def patches() -> tuple[str, bool]:
     return _patch_table(rows), not any(FAILED in row for row in rows)
 
 
-#: Outcome of a test, and of a patch without which results would differ.
-FAILED = "FAILED"
-
-
 def _patch_rows() -> list[list[str]]:
     misfit = {"bits": FAILED, "speed": "off"}
     rows = [
@@ -103,7 +81,7 @@ def _patch_rows() -> list[list[str]]:
             patch.name,
             patch.during,
             patch.affects,
-            misfit[patch.needed_for] if patch.misfit else "ok",
+            misfit[patch.needed_for] if patch.misfit else OK,
             patch.misfit or f"{patch.why}. Goes with: {patch.goes_with}",
         ]
         for patch in PATCHES
@@ -167,16 +145,15 @@ def _description(device: str) -> str:
     return f"{torch.get_num_threads()} threads" if device == "cpu" else ""
 
 
-def self_test(device: str, dtype: torch.dtype) -> Finding:
-    """Compile some steps of SGD and compare them with eager arithmetic, if the device is supported.
+def self_test(device: str, dtype: torch.dtype) -> tuple[str, str]:
+    """Compare compiled steps of SGD with eager arithmetic; return the outcome, and the result in words.
 
     Two error formats are tested. ``mcf`` (pairs) shows whether the compiler drops a rounding; ``exact``
     (whole float32 numbers) must give the same values as float32 weights.
     """
-    finding = partial(Finding, device, str(dtype).removeprefix("torch."))
     if refused := device_facts(torch.device(device)).refused:
         told = f"not supported: steps on it are refused; supported are {', '.join(SUPPORTED)}. {refused}"
-        return finding(ok=True, detail=told, is_supported=False)
+        return NONE, told
     generator = torch.Generator().manual_seed(0)
     weights, gradients = torch.randn(2, ELEMENTS, generator=generator).to(dtype)
     try:
@@ -184,7 +161,7 @@ def self_test(device: str, dtype: torch.dtype) -> Finding:
         whole, _ = _compiled_steps(weights.to(device), gradients.to(device), "exact")
     except Exception as error:  # any exception of compiler, driver, ... is a finding
         reason = next((line for line in str(error).splitlines() if line.strip()), "")
-        return finding(False, f"the step does not run: {type(error).__name__}: {reason}")
+        return FAILED, f"the step does not run: {type(error).__name__}: {reason}"
     compiled, expected = (p.detach(), *error_terms(p)), _eager_steps(weights, gradients)
     different = sum(
         int((one.cpu().view(torch.int16) != other.view(torch.int16)).sum())
@@ -197,13 +174,13 @@ def self_test(device: str, dtype: torch.dtype) -> Finding:
     tolerated = float(STEPS * ERROR_FORMATS["exact"].error_bound(dtype).absolute)
     different += int((off.abs() > tolerated).sum())
     if not compiled[1].any():
-        return finding(False, "every error term is zero: the compiler has dropped the rounding")
+        return FAILED, "every error term is zero: the compiler has dropped the rounding"
     if different:
-        return finding(False, f"{different} of {3 * ELEMENTS} results differ from eager results")
+        return FAILED, f"{different} of {3 * ELEMENTS} results differ from eager results"
     if slow:
-        return finding(True, slow, is_slow=True)
+        return SLOW, slow
     kept = int((expected[1] != 0).sum())
-    return finding(True, f"{kept} of {ELEMENTS} weights hold bits in their error terms")
+    return OK, f"{kept} of {ELEMENTS} weights hold bits in their error terms"
 
 
 def _compiled_steps(weights: Tensor, gradients: Tensor, error_format: ErrorFormatName) -> tuple[Tensor, str]:

@@ -27,8 +27,6 @@ class DeviceLaunch:
     Attributes:
         name: name of the kernel; empty if it is called for each tensor.
         source: source of a Python module with the kernel, for addresses that are multiples of 16 bytes.
-        tensors: number of tensors.
-        launches: number of launches per step.
         reason: why it is called for each tensor; empty if it is not.
         units: units of length of all the tensors.
         accesses: bytes per unit of each load and store.
@@ -78,13 +76,7 @@ def launches_elsewhere(
 
 
 class _Elsewhere(CaptureOnly):
-    """Backend that lowers steps for a device that is not there, and runs the rewritten graph.
-
-    Attributes:
-        step: the last step in parts for the device, or the reason why there is none.
-    """
-
-    step: StepInParts | Reason
+    """Backend that lowers steps for a device that is not there, and runs the rewritten graph."""
 
     def __init__(
         self,
@@ -94,7 +86,8 @@ class _Elsewhere(CaptureOnly):
     ) -> None:
         super().__init__(**options)
         self._device, self._move = device, move
-        self.step = Reason("the step has nothing to compensate")
+        #: Last step in parts for the device, or the reason why there is none.
+        self.step: StepInParts | Reason = Reason("the step has nothing to compensate")
 
     def lower(
         self, program: StepProgram, example_inputs: Sequence[Any], inductor_options: dict[str, Any]

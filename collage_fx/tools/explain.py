@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import types
 from collections.abc import Callable, Sequence
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch.fx import GraphModule, Node
@@ -80,10 +80,7 @@ class CaptureOnly(CollageBackend):
     verb = "explained"
 
     def lower(
-        self,
-        program: StepProgram,
-        example_inputs: Sequence[Any],
-        inductor_options: dict[str, Any],
+        self, program: StepProgram, example_inputs: Sequence[Any], inductor_options: dict[str, Any]
     ) -> Lowered | Reason:
         added = [node for state in program.expansions for node in state.added_inputs]
         small = _results_alone(program.gm, added)
@@ -167,4 +164,4 @@ def _with_code_of_its_own(
         for cell, original in zip(cells, function.__closure__ or (), strict=True):
             with contextlib.suppress(ValueError):  # an empty cell
                 cell.cell_contents = _with_code_of_its_own(original.cell_contents, copies)
-    return cast(Callable[..., Any], copies[id(function)])
+    return copies[id(function)]
