@@ -11,10 +11,11 @@ from __future__ import annotations
 import logging
 import math
 import time
+from collections import Counter
 from collections.abc import Callable, Collection, Hashable, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
-from typing import Any, cast
+from functools import cached_property, partial
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
@@ -88,7 +89,7 @@ from collage_fx.metrics import Meter, MeteredStep
 from collage_fx.numerics import ERROR_FORMATS, PACKED_FORMATS, ErrorFormat, short_name
 from collage_fx.options import Options
 from collage_fx.options.budgets import Budget, best_budget, budgets_for, budgets_for_parts, refuse_excess
-from collage_fx.pipeline import ANALYSIS, SUMMING, Pass, Stage, in_float32, run_pipeline
+from collage_fx.pipeline import ANALYSIS, SUMMING, Pass, in_float32, run_pipeline
 from collage_fx.report import GraphReport, PassLog, TensorReport, tensor_report, treatments
 from collage_fx.runtime import STAND_INS, MakingStep, Member, WholeStep
 from collage_fx.state import (
@@ -145,8 +146,6 @@ class Backend:
     """Part of a backend that its compilations use: options, reports, and the lowering of graphs.
 
     Attributes:
-        options: checked options.
-        meter: counts and measures the steps that are compiled with ``metrics``.
         reports: one report for each compilation, oldest first.
         budgets: optimizer with a limit on bytes -> the budget that is used, then all budgets.
     """
@@ -160,7 +159,7 @@ class Backend:
         self.reports: list[GraphReport] = []
         self.budgets: WeakKeyDictionary[Optimizer, tuple[Budget, ...]] = WeakKeyDictionary()
         self._labels: WeakKeyDictionary[Optimizer, str] = WeakKeyDictionary()
-        self._used_labels: list[str] = []
+        self._labeled = Counter[str]()
 
     @property
     def compensates(self) -> bool:
@@ -175,9 +174,9 @@ class Backend:
         for optimizer in optimizers:
             if optimizer not in self._labels:
                 name = type(optimizer).__name__
-                same = sum(label.partition(" ")[0] == name for label in self._used_labels)
-                self._labels[optimizer] = f"{name} #{same + 1}" if same else name
-                self._used_labels.append(self._labels[optimizer])
+                self._labeled[name] += 1
+                number = self._labeled[name]
+                self._labels[optimizer] = f"{name} #{number}" if number > 1 else name
         return ", ".join(self._labels[optimizer] for optimizer in optimizers)
 
     def other_state(self) -> dict[str, int]:
@@ -199,19 +198,14 @@ class Backend:
         self, gm: GraphModule, example_inputs: Sequence[Any], inductor_options: dict[str, Any]
     ) -> Callable[[list[Any]], Any]:
         """Lower a graph that is not rewritten to a callable in AOTAutograd's convention."""
-        step = inductor_compile_as_it_is(gm, example_inputs, **inductor_options)
-        return cast("Callable[[list[Any]], Any]", step)
+        return inductor_compile_as_it_is(gm, example_inputs, **inductor_options)
 
 
 class Compilation:
     """A single compilation, from the graph that Dynamo captured to the callable that Dynamo calls.
 
-    Args:
-        backend: the backend, with its options.
-        module: the captured graph; parameters and state are its attributes.
-        arguments: its arguments, real tensors and symbolic numbers.
-        mode: as in ``torch.compile``.
-        settings: changes to Inductor's configuration during the compilation.
+    Parameters and state are attributes of ``module``; ``arguments`` are real tensors and symbolic numbers.
+    ``settings`` are changes to Inductor's configuration during the compilation.
     """
 
     def __init__(
@@ -335,13 +329,9 @@ class Compilation:
 
     def _whole(self, not_by_family: Reason) -> Callable[..., Any]:
         """Compile the whole graph, as a single family, inside AOTAutograd's wrapper."""
-
-        def inner_compile(gm: GraphModule, example_inputs: Sequence[Any], **inductor_options: Any) -> Any:
-            return self._step_of_one(gm, example_inputs, inductor_options, not_by_family)
-
         try:
-            return self._trace(self.module, self.arguments, inner_compile)
-        finally:  # release the real tensors: AOTAutograd keeps inner_compile as long as the compiled code
+            return self._trace(self.module, self.arguments, partial(self._step_of_one, not_by_family))
+        finally:  # release the real tensors: AOTAutograd keeps this object as long as the compiled code
             self.module, self.arguments = GraphModule({}, Graph()), ()
             self.optimizers, self.known = {}, {}
 
@@ -395,25 +385,15 @@ class Compilation:
         indices = sorted(index for position in updated for index in repetition.copies[position])
         bound, gradients = families.inputs[: families.bound], families.gradients
         passed = len(families.inputs) - len(bound) - len(gradients)
+        places = zip(families.members, repetition.members, strict=bool(families.members))
         members = [
-            Member(
-                gradient,
-                parameter,
-                frozenset(repetition.inputs_of(family, member)),
-                families.inputs[gradient].dtype,
-            )
-            for (gradient, parameter), (family, member) in zip(
-                families.members, repetition.members, strict=bool(families.members)
-            )
+            Member(*pair, frozenset(repetition.inputs_of(*place)), families.inputs[pair[0]].dtype)
+            for pair, place in places
         ]
         return WholeStep(step, bound, passed, indices, gradients, members, families.distributed)
 
     def _step_of_one(
-        self,
-        gm: GraphModule,
-        example_inputs: Sequence[Any],
-        inductor_options: dict[str, Any],
-        not_by_family: Reason,
+        self, not_by_family: Reason, gm: GraphModule, example_inputs: Sequence[Any], **inductor_options: Any
     ) -> Callable[[list[Any]], Any]:
         """Make the step of the whole functional graph, compensated or unchanged."""
         self._prepare(gm)
@@ -499,12 +479,6 @@ class Compilation:
         run_pipeline(program, SUMMING)
         return program.summed > 0
 
-    def _note_of_sums(self, program: StepProgram) -> str:
-        """Return the note on a step that updates no bfloat16 or float16 tensor, whose changes are summed."""
-        if program.states or not program.summed:
-            return ""
-        return f"{self.subject}: updates of float32 tensors, without error terms; their changes are summed"
-
     def _note_of_decay(self, program: StepProgram) -> str:
         """Return the note on a weight decay that float32 cannot apply, and on whether this step does."""
         slopes = (
@@ -520,9 +494,8 @@ class Compilation:
         if not wrong:
             return ""
         decay, applied = min(wrong)
-        is_applied = (
-            program.arithmetic == "wide" and program.changes == "summed" and program.strategy != "none"
-        )
+        is_summed = (program.arithmetic, program.changes) == ("wide", "summed")
+        is_applied = is_summed and program.strategy != "none"
         return (
             f"{self.subject}: its weight decay is {decay:.3g} in a step (lr * weight_decay). With float32 "
             f"weights, or float32 master weights, it would be {applied:.3g}. "
@@ -655,12 +628,8 @@ class Compilation:
     ) -> Callable[[list[Any]], Any] | Reason:
         """Rewrite, lower and report the functional graph of one member of each family.
 
-        Args:
-            graph: the graph.
-            not_by_family: why it is whole, if it is.
-
-        Returns:
-            the step of all members, or the reason why it cannot be made. A family of one always has a step.
+        Return the step of all members, or the reason why it cannot be made. A family of one always has a
+        step; ``not_by_family`` is the reason why the graph is whole.
         """
         started = time.perf_counter()
         repetition = graph.repetition
@@ -673,15 +642,14 @@ class Compilation:
         added = placeholders(program.gm.graph)[len(graph.example_inputs) :]
         example_inputs = [*graph.example_inputs, *(node.meta["val"] for node in added)]
         pass_log = PassLog(self.subject, before)
-        self._rewrite(program, pass_log)
+        run_pipeline(program, self._pipeline, observe=pass_log)
+        if self.options.strategy == "none" and program.captured is not None:
+            program.move_to(copy_of(program.captured))
         self._refuse_uncompensated(program)
-        is_compensated = bool(program.expansions or program.measured)
-        is_rewritten = (
-            is_compensated
-            or program.summed > 0
-            or bool(self.recorded and program.strategy != "none")
-            or bool(self.options.own_passes)
+        is_rewritten = bool(
+            program.expansions or program.measured or program.summed or self.options.own_passes
         )
+        is_rewritten |= bool(self.recorded) and program.strategy != "none"
         if not (is_rewritten or repetition.is_whole):
             return Reason("no tensor of it needs an error term")
         after = copy_of(program.gm) if is_rewritten else before  # Inductor edits the graph that it is given
@@ -715,13 +683,16 @@ class Compilation:
             in_order = sorted(made_anew.items(), key=lambda each: each[1])
             of_results = {result: layouts[index] for result, index in in_order}
             made = made._replace(step=MakingStep(made.step, of_results))
-        left_out = {str(failed): failed for failed in program.left_out}
-        for failed in left_out.values():
+        left_out = {str(failed): failed for failed in program.left_out}.values()
+        for failed in left_out:
             raise_or_warn(self.backend, failed, strict=False)
-        without: Reasons = tuple(
-            ("with every pass", Reason(each.met, each.where)) for each in left_out.values()
-        )
+        without: Reasons = tuple(("with every pass", Reason(each.met, each.where)) for each in left_out)
         why = (*not_taken(("by family", not_by_family)), *made.reasons, *without)
+        note_of_sums = ""
+        if program.summed and not program.states:
+            note_of_sums = (
+                f"{self.subject}: updates of float32 tensors, without error terms; their changes are summed"
+            )
         report = GraphReport(
             captured=before,
             repetition=repetition,
@@ -734,7 +705,7 @@ class Compilation:
             pipeline=self._pipeline,
             route=Route(made.unit, self.recorded, bool(program.measured), why),
             budgets=self.budgets,
-            note=" ".join(filter(None, (self._note_of_sums(program), self._note_of_decay(program)))),
+            note=" ".join(filter(None, (note_of_sums, self._note_of_decay(program)))),
         )
         pass_log.lowered(report.code)
         is_kept = any(state.compensated or state.packed for state in program.states)
@@ -878,12 +849,6 @@ class Compilation:
         """The passes that the options ask for."""
         return self.options.passes if self.options.strategy != "none" else ANALYSIS
 
-    def _rewrite(self, program: StepProgram, observe: Callable[[Stage], None]) -> None:
-        """Run the pipeline on a program."""
-        run_pipeline(program, self._pipeline, observe=observe)
-        if self.options.strategy == "none" and program.captured is not None:
-            program.move_to(copy_of(program.captured))
-
     def _refuse_uncompensated(self, program: StepProgram) -> None:
         """Raise, or warn, for tensors that the passes could not compensate."""
         for state in program.compensated:
@@ -974,7 +939,6 @@ class _Traced:
     """Functional graph of one member of each family, as AOTAutograd hands it over.
 
     Attributes:
-        gm: the graph.
         example_inputs, inductor_options: arguments of ``compile_fx`` for its inner compiler.
         infos: descriptions of the inputs of the whole graph; empty if the graph is not looked into.
         repetition: recurrence of the graph's own inputs among these.
