@@ -44,7 +44,6 @@ class Budget:
     """Options of a backend, and the bytes that a step takes with them.
 
     Attributes:
-        strategy, error_format, state: see :class:`~collage_fx.CollageBackend`.
         bytes: for each element of the parameters; 0 in :data:`BUDGETS`.
         not_packed: the state with most bytes that is not packed although ``state`` is given, and why, or an
             empty string.
@@ -128,11 +127,7 @@ def budgets_for_parts(dtype: torch.dtype, pipeline: tuple[Pass, ...]) -> tuple[B
 
 
 def best_budget(budgets: Sequence[Budget], limit: float) -> Budget:
-    """Return the most precise budget within a limit.
-
-    Args:
-        budgets: the smallest first.
-        limit: bytes for each element of the parameters.
+    """Return the most precise of some budgets, the smallest first, within a limit on bytes per parameter.
 
     Raises:
         InvalidOptionError: no budget is that small.
@@ -163,13 +158,10 @@ def refuse_excess(held: float, limit: float) -> None:
 
 
 def frontier(budgets: Sequence[Budget]) -> list[Budget]:
-    """Return the budgets that are more precise than each that takes no more bytes.
+    """Return the budgets, of some with the smallest first, that are more precise than each of no more bytes.
 
     Two budgets of as many bytes for the same error format treat all tensors alike: a strategy then adds no
     error term, or a packed format packs nothing. The simpler one stands for both.
-
-    Args:
-        budgets: the smallest first.
     """
     alike: dict[tuple[float, str], list[Budget]] = defaultdict(list)
     for budget in budgets:

@@ -27,14 +27,14 @@ from collage_fx.graph import Reason
 from collage_fx.numerics import ERROR_FORMATS
 from collage_fx.pipeline import PIPELINE, Pass, refuse_incomplete
 
-#: Default error format of each arithmetic.
-DEFAULT_FORMATS: dict[Arithmetic, str] = {
-    "wide": next(iter(ERROR_FORMATS)),
-    "native": next(name for name, fmt in ERROR_FORMATS.items() if fmt.is_double_word),
+#: Options whose defaults depend on the arithmetic.
+DEFAULTS: dict[Arithmetic, dict[str, str]] = {
+    "wide": {"error_format": next(iter(ERROR_FORMATS)), "rounding": "repay"},
+    "native": {
+        "error_format": next(name for name, fmt in ERROR_FORMATS.items() if fmt.is_double_word),
+        "rounding": "nearest",
+    },
 }
-
-#: Default rounding of state without error terms, for each arithmetic.
-DEFAULT_ROUNDINGS: dict[Arithmetic, Rounding] = {"wide": "repay", "native": "nearest"}
 
 
 class GivenOptions(TypedDict, total=False):
@@ -94,12 +94,9 @@ class Options(OptionFields):
         """
         refuse_unknown(given)
         chosen: dict[str, Any] = {each.name: each.default for each in fields(OptionFields)} | given
-        # Other values are refused below.
-        known: Arithmetic = "native" if chosen["arithmetic"] == "native" else "wide"
-        if chosen["error_format"] is None:
-            chosen["error_format"] = DEFAULT_FORMATS[known]
-        if chosen["rounding"] is None:
-            chosen["rounding"] = DEFAULT_ROUNDINGS[known]
+        # Values of arithmetic that do not exist are refused below.
+        defaults = DEFAULTS["native" if chosen["arithmetic"] == "native" else "wide"]
+        chosen |= {name: value for name, value in defaults.items() if chosen[name] is None}
         chosen["passes"] = PIPELINE if chosen["passes"] is None else tuple(chosen["passes"])
         return cls(**chosen)
 
@@ -191,11 +188,7 @@ def refuse_unknown(names: Iterable[str]) -> None:
 def refuse_unless(name: str, value: object, allowed: Sequence[object], otherwise: str = "") -> None:
     """Raise ``InvalidOptionError`` unless a value is allowed. ``True`` is not equal to 1 here.
 
-    Args:
-        name: name of the option.
-        value: its value.
-        allowed: the allowed values.
-        otherwise: another remedy, for the message.
+    ``otherwise`` is another remedy, for the message.
     """
     if not any(value is choice or (isinstance(value, str) and value == choice) for choice in allowed):
         raise InvalidOptionError(
