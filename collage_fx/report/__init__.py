@@ -4,10 +4,4 @@ from collage_fx.report.dumps import PassLog
 from collage_fx.report.graphs import GraphReport
 from collage_fx.report.report import CollageReport
 from collage_fx.report.tables import BUDGET_CAPTION, budget_table, plainly, summary_line
-from collage_fx.report.tensors import (
-    TensorReport,
-    Treatment,
-    bytes_per_parameter,
-    tensor_report,
-    treatments,
-)
+from collage_fx.report.tensors import TensorReport, Treatment, bytes_per_parameter, tensor_report, treatments

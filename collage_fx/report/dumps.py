@@ -34,13 +34,10 @@ def _new_folder(directory: Path, name: str) -> Path:
 
 
 class PassLog:
-    """Summaries of the passes of one compilation, and files of their graphs if the variable is set.
-
-    Attributes:
-        passes: pairs of name and summary.
-    """
+    """Summaries of the passes of one compilation, and files of their graphs if the variable is set."""
 
     def __init__(self, subject: str, captured: GraphModule) -> None:
+        #: Names and summaries.
         self.passes: list[tuple[str, str]] = []
         directory = os.environ.get(VARIABLE)
         self._folder = _new_folder(Path(directory), re.sub(r"[^\w.]+", "_", subject)) if directory else None

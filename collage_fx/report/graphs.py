@@ -141,11 +141,7 @@ class GraphReport:
         return rows
 
     def pictures(self, tensor: str | None = None) -> tuple[Picture, Picture]:
-        """Return pictures of one tensor's update before and after the passes.
-
-        Args:
-            tensor: name of the tensor, as in :attr:`tensors`; by default the first.
-        """
+        """Return pictures of a tensor's update before and after; by default the first of :attr:`tensors`."""
         inputs = self._row(tensor).inputs
         return self.picture_of(self.before.graph, inputs), self.picture_of(self.after.graph, inputs)
 
@@ -156,23 +152,12 @@ class GraphReport:
         return picture(graph, inputs, self._input_names())
 
     def to_text(self, tensor: str | None = None) -> str:
-        """Describe one tensor's update before and after, in a line for each node with the pass that made it.
-
-        Args:
-            tensor: name of the tensor, as in :attr:`tensors`; by default the first.
-        """
+        """Describe the update of :meth:`pictures`, in a line for each node with the pass that made it."""
         pictures = zip(("before", "after"), self.pictures(tensor), strict=True)
         return "\n\n".join(f"{when}\n{drawn.to_text()}" for when, drawn in pictures)
 
     def draw(self, path: str | Path, tensor: str | None = None) -> Path:
-        """Draw one tensor's update before and after the passes into an SVG file.
-
-        Args:
-            path: path of the file, which ends in ``.svg``.
-            tensor: name of the tensor, as in :attr:`tensors`; by default the first.
-
-        Returns:
-            the path.
+        """Draw the :meth:`pictures` into an SVG file, whose path ends in ``.svg``; return the path.
 
         Raises:
             ValueError: there is no tensor of that name, or the path has another ending.

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import math
 import re
+from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any
 
 import sympy
@@ -159,27 +161,23 @@ class Treatment:
 
 def treatments(rows: Iterable[TensorReport]) -> list[Treatment]:
     """Group rows by equal treatment, in the order of their first tensors."""
-    groups: dict[Any, list[TensorReport]] = {}
+    groups = defaultdict[Any, list[TensorReport]](list)
     for row in rows:
-        groups.setdefault(_treatment(row), []).append(row)
+        groups[_treatment(row)].append(row)
     return [Treatment(tuple(group)) for group in groups.values()]
 
 
-def _treatment(row: TensorReport) -> tuple[Any, ...]:
-    return (
-        *(row.dtype, row.role, row.symbol, row.kind, row.expression, row.lossy, row.reason),
-        *(row.compensated, row.selection, row.error_format),
-    )
+_treatment = attrgetter(
+    *("dtype", "role", "symbol", "kind", "expression", "lossy", "reason"),
+    *("compensated", "selection", "error_format"),
+)
 
 
 def bytes_per_parameter(rows: Sequence[TensorReport], other_state: int = 0) -> dict[str, float]:
     """Compute bytes per element of low-precision parameters: parameters, state, error terms, and total.
 
-    Gradients, which some steps overwrite, count with their error terms alone.
-
-    Args:
-        rows: table rows of the tensors.
-        other_state: bytes of state without rows.
+    Gradients, which some steps overwrite, count with their error terms alone; ``other_state`` is the bytes of
+    state without rows.
     """
     bytes_of = dict.fromkeys(Role, 0)
     for row in rows:
