@@ -172,15 +172,14 @@ def _rebind(attributes: dict[str, Any], before: Any, now: Any) -> None:
 def join(
     optimizer: Any, given: Mapping[str, object], default: CollageBackend | None = None
 ) -> CollageBackend:
-    """Install an optimizer, unless another part of the program has; options that were given there stay.
+    """Install an optimizer, unless another part of the program has, and return the backend that it has now.
+
+    Options that were given there stay.
 
     Args:
         optimizer: argument of :func:`install`.
         given: options that are asked here.
         default: the backend to install it with, of the options that are asked here; None to make one.
-
-    Returns:
-        the backend that the optimizer has now.
 
     Raises:
         InvalidOptionError: the optimizer has been installed with another value of an option.
@@ -226,13 +225,9 @@ def kept_backend(optimizer: Optimizer, given: Mapping[str, object] = MappingProx
 
 
 def uninstall(optimizer: Installed) -> Installed:
-    """Give an optimizer its eager step back. It continues from ``hi``, without error terms.
+    """Give an optimizer its eager step back, and return the optimizer.
 
-    Args:
-        optimizer: argument of :func:`install`; anything that is not installed stays unchanged.
-
-    Returns:
-        ``optimizer``.
+    It continues from ``hi``, without error terms. Anything that is not installed stays unchanged.
     """
     if isinstance(optimizer, type):
         _uninstall_class(optimizer)
@@ -278,15 +273,11 @@ class Release(Protocol):
 
 
 class CompiledStep:
-    """The ``step`` of an installed optimizer: its closure, then the compiled step.
-
-    Attributes:
-        backend: the backend.
-        release: handle that steps some parameters in the backward pass; None if all are stepped here.
-    """
+    """The ``step`` of an installed optimizer: its closure, then the compiled step."""
 
     def __init__(self, optimizer: Optimizer, backend: CollageBackend) -> None:
         self.backend = backend
+        #: Handle that steps some parameters in the backward pass; None if all are stepped here.
         self.release: Release | None = None
         step = true_step(optimizer)
         #: Compiled step of the parameters that have a gradient.
@@ -481,8 +472,7 @@ def _drop_terms_of_state(optimizer: Optimizer, before: Options, now: Options) ->
 
 def remove_release(optimizer: Optimizer) -> None:
     """Make an optimizer step after the backward pass, if it does not."""
-    step = own_step(optimizer)
-    if isinstance(step, CompiledStep) and step.release is not None:
+    if isinstance(step := own_step(optimizer), CompiledStep) and step.release is not None:
         step.release.remove()
 
 

@@ -132,12 +132,9 @@ def in_float32(program: StepProgram) -> StepProgram:
 
 @dataclass(frozen=True)
 class Stage:
-    """Outcome of a pass.
+    """Outcome of a pass: its name, the text that it returned, and the graph after it.
 
-    Attributes:
-        name: the pass.
-        summary: the text that the pass returned.
-        graph: the graph after the pass; the next pass edits it, so copy it to keep it.
+    The next pass edits the graph, so copy it to keep it.
     """
 
     name: str
