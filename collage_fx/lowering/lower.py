@@ -33,7 +33,7 @@ from collage_fx.lowering.attempts import Attempt, compile_somehow, interpreted
 from collage_fx.lowering.schedule import lower_in_parts, repeated
 from collage_fx.lowering.stacks import in_stacks
 from collage_fx.lowering.transposes import in_order_of_memory
-from collage_fx.runtime import CompensatedStep, Expected, Kernel, Plan, StepInParts, bind
+from collage_fx.runtime import CompensatedStep, Expected, Plan, StepInParts, bind
 from collage_fx.torch_compat import FREEZES_NUMBERS, add_to_cache_key, inductor_config, local_tensor
 
 _T = TypeVar("_T")
@@ -96,27 +96,23 @@ def lower(
         is always compiled.
     """
     repetition = program.repetition
-    compiled: Any
-    made: Sequence[Kernel | Attempt]
     not_compiled = why_not_compiled(
         program.gm.graph, is_recorded=program.is_recorded, is_compiled=program.is_compiled
     )
-    compiled = not_compiled or step_in_parts(program)
-    if isinstance(compiled, Reason) and not repetition.is_whole:
-        return compiled
-    if isinstance(compiled, StepInParts):
-        made, not_in_parts, is_compiled = compiled.kernels, None, True
+    in_parts = not_compiled or step_in_parts(program)
+    not_in_parts = in_parts if isinstance(in_parts, Reason) else None
+    if isinstance(in_parts, StepInParts):
+        made = Attempt(in_parts, tuple(reason for each in in_parts.kernels for reason in each.reasons))
+    elif not repetition.is_whole:
+        return in_parts
+    elif not_compiled is None:
+        made = _whole(program, example_inputs, inductor_options)
     else:
-        not_in_parts = compiled
-        if not_compiled is None:
-            whole = _whole(program, example_inputs, inductor_options)
-        else:
-            whole = Attempt(interpreted(copy_of(program.gm)), is_compiled=False)
-        made, compiled, is_compiled = [whole], whole.call, whole.is_compiled
-    why = [*not_taken(("in parts", not_in_parts)), *(reason for each in made for reason in each.reasons)]
+        made = Attempt(interpreted(copy_of(program.gm)), is_compiled=False)
+    why = [*not_taken(("in parts", not_in_parts)), *made.reasons]
     why.sort(key=lambda reason: WAYS.index(reason[0]))
     if (first := next((fault for way, fault in why if way == "by the usual code"), None)) is not None:
-        warn(_failed(first, program.infos, is_compiled=is_compiled))
+        warn(_failed(first, program.infos, is_compiled=made.is_compiled))
     bindings = [
         bind(index, program.infos[index], state.error_format, reads=isinstance(state, ReadExpansion))
         for state in program.expansions
@@ -124,9 +120,9 @@ def lower(
     ]
     expected = _expected(program, all_layouts=not_in_parts is None)
     unit: Unit = "whole" if not_in_parts is not None else "in parts" if repetition.is_whole else "by family"
-    if not is_compiled:
+    if not made.is_compiled:
         unit = "operation by operation"
-    step = CompensatedStep(compiled, bindings, expected)
+    step = CompensatedStep(made.call, bindings, expected)
     return Lowered(step, unit, tuple(dict.fromkeys(why)))
 
 

@@ -125,9 +125,8 @@ def _cut(graph: Graph) -> tuple[dict[Node, int], list[tuple[Node, Node]]]:
 
     pieces = components([*bound, *free.intersection(_returned(graph))], joined)
     piece_of = {node: i for i, piece in enumerate(pieces) for node in piece}
-    cuts = [
-        (each, node) for node in bound if node not in scalar for each in node.all_input_nodes if each in given
-    ]
+    of_elements = (node for node in bound if node not in scalar)
+    cuts = [(each, node) for node in of_elements for each in node.all_input_nodes if each in given]
     readers: dict[int, set[int]] = defaultdict(set)
     for operand, node in cuts:
         readers[piece_of[operand]].add(piece_of[node])

@@ -229,10 +229,10 @@ class _Writer:
         return [value for value in values if value is not None and value.dim() > 0]
 
     def _is_flat(self) -> bool:
-        if self.has_blocks and self.shape.numel() < BLOCK:
+        least = BLOCK if self.has_blocks else 1
+        if not self.shape or self.shape.numel() < least or self.columns is None:
             return False
-        if not self.shape or not self.shape.numel() or self.columns is None:
-            return False
+        operations = (node for node in self.nodes if node not in self.inputs and node not in self.totals)
         memory = [tensor_value(node) for node in (*self.part.results, *self.inputs)]
         placed = [v for v in memory if v is not None and v.dim() > 0 and not self._is_of_blocks(v)]
         layouts = {order_in_memory(value) for value in placed if value.shape == self.shape}
@@ -240,13 +240,7 @@ class _Writer:
             len(layouts) <= 1
             and all(value.is_contiguous() if self.columns else is_dense(value) for value in placed)
             and (not self.totals or self.shape.numel() < (LONGEST if self.on_host else LONGEST_PIECE))
-            and all(
-                node in self.inputs
-                or node in self.totals
-                or node.target in BLOCK_OPERATORS
-                or is_elementwise(node)
-                for node in self.nodes
-            )
+            and all(node.target in BLOCK_OPERATORS or is_elementwise(node) for node in operations)
         )
 
     def _columns(self) -> int | None:

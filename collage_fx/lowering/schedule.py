@@ -129,9 +129,7 @@ def _plan(gm: GraphModule, planned: Sequence[_Planned]) -> Plan:
         written = (*stored, *(indices[value] for value in each.part.results))
         return Call(each.kernel, (*length, *place, *inputs), each.wave, each.rule.length, written)
 
-    returned = [
-        value.args[0] if value is not None and is_copy_to_input(value) else value for value in outputs
-    ]
+    returned = [node.args[0] if node is not None and is_copy_to_input(node) else node for node in outputs]
     memory = [result.meta["val"] for result in results]
     return Plan(
         len(arguments),

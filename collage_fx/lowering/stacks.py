@@ -48,10 +48,8 @@ def stacked_graph(rule: Rule, scope: SymbolicScope, stacked: Sequence[bool]) -> 
     With as many, each value has fewer than 2**31 elements, the words of the host's numbers among them. The
     compiler knows, and so has no question whose answer would bind the graph to one number of members.
 
-    Args:
-        rule: a rule that is not flat, and stores into no input.
-        scope: scope for the graph.
-        stacked: for each operand whether it is a stack. Results are.
+    The rule is not flat, and stores into no input. ``stacked`` tells for each operand whether it is a stack;
+    results are.
     """
     single = graph_of(rule, scope, MEMBERS)
     operands = placeholders(single.graph)[: len(stacked)]
@@ -75,10 +73,8 @@ def stacked_graph(rule: Rule, scope: SymbolicScope, stacked: Sequence[bool]) -> 
                     are_stacks.add(node)
         return [values[result] for result in results]
 
-    examples = [
-        stack_of(node) if is_stack else node.meta["val"]
-        for node, is_stack in zip(operands, stacked, strict=True)
-    ]
+    pairs = zip(operands, stacked, strict=True)
+    examples = [stack_of(node) if is_stack else node.meta["val"] for node, is_stack in pairs]
     with scope.fake_mode:
         gm = make_fx(of_stacks, decomposition_table=functional_decompositions())(*examples)
     (output,) = gm.graph.find_nodes(op="output")
