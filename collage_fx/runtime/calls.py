@@ -131,17 +131,12 @@ class StepInParts:
         self._addresses = _Addresses(cells[HOST])
         devices = dict.fromkeys(call.kernel.device for call in calls if call.kernel.function is not None)
         devices |= dict.fromkeys(plan.result(index)[3] for index in in_tables)
-        self._launches = {
-            device: Launches(device, cells[device], self._addresses.place_of)
-            for device in devices
-            if device != HOST
-        }
+        devices.pop(HOST, None)
+        self._launches = {each: Launches(each, cells[each], self._addresses.place_of) for each in devices}
         by_wave: dict[tuple[int, int], list[Call]] = defaultdict(list)
         for call in calls:
             by_wave[call.wave, id(call.kernel)].append(call)
-        groups = [
-            (group[0].kernel, group) for _, group in sorted(by_wave.items(), key=lambda each: each[0][0])
-        ]
+        groups = [(group[0].kernel, group) for _, group in sorted(by_wave.items(), key=lambda x: x[0][0])]
         #: Calls on the host, whose results devices read; they come before the calls on devices.
         self.on_host = [
             group if kernel.function is None else Batch(group, self._addresses.place_of)

@@ -129,13 +129,11 @@ def programs(rows: Tensor, blocks: Tensor, device: torch.device) -> Tensor:
 class Launches(Table):
     """Launches of a step on one device, and their table.
 
-    ``results`` are the indices of the scalars that a launch computes for another launch.
+    ``cells`` are the indices of the scalars that a launch computes for another launch.
     """
 
-    def __init__(
-        self, device: torch.device, results: Collection[int], place_of: Callable[[int], int]
-    ) -> None:
-        super().__init__(place_of, results)
+    def __init__(self, device: torch.device, cells: Collection[int], place_of: Callable[[int], int]) -> None:
+        super().__init__(place_of, cells)
         self.device = device
         #: Words of all rows.
         self.words: list[Word] = []

@@ -55,10 +55,8 @@ class Expected:
         refuse_layout(tensor, self.name)
         if not self._holds(tensor.dtype) or tensor.device != self.device:
             raise self._changed(f"{tensor.dtype} on {tensor.device}", f"{self.dtype} on {self.device}")
-        is_laid_out_otherwise = (
-            tensor.dtype is not self.dtype or tensor.stride() != self.stride or tensor.is_neg()
-        )
-        if self.is_only_read and tensor.shape == self.size and is_laid_out_otherwise:
+        is_different = tensor.dtype is not self.dtype or tensor.stride() != self.stride or tensor.is_neg()
+        if self.is_only_read and tensor.shape == self.size and is_different:
             fitting = torch.empty_strided(self.size, self.stride, dtype=self.dtype, device=self.device)
             arguments[self.index] = fitting.copy_(tensor)
             return True
@@ -76,11 +74,9 @@ class Expected:
 
     def _holds(self, dtype: torch.dtype) -> bool:
         """Return whether the code can read the numbers of a dtype: its own, or exact copies in its own."""
-        return dtype is self.dtype or (
-            self.is_only_read
-            and dtype.is_floating_point
-            and torch.promote_types(dtype, self.dtype) is self.dtype
-        )
+        if dtype is self.dtype or not (self.is_only_read and dtype.is_floating_point):
+            return dtype is self.dtype
+        return torch.promote_types(dtype, self.dtype) is self.dtype
 
     def _has_layout_of(self, tensor: Tensor) -> bool:
         """Return whether size and strides are as expected, ignoring strides of dimensions of one element."""

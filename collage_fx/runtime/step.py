@@ -7,6 +7,7 @@ from array import array
 from collections.abc import Callable, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -182,16 +183,13 @@ class MakingStep:
 
     def __init__(self, step: Callable[[list[Any]], Any], made: Mapping[int, Tensor]) -> None:
         self.step = step
-        self.made = [
-            (result, tuple(like.shape), like.stride(), like.dtype, like.device)
-            for result, like in made.items()
-        ]
+        self.made = {
+            i: partial(torch.empty_strided, like.shape, like.stride(), dtype=like.dtype, device=like.device)
+            for i, like in made.items()
+        }
 
     def __call__(self, arguments: list[Any]) -> Any:
-        new = {
-            result: torch.empty_strided(shape, stride, dtype=dtype, device=device)
-            for result, shape, stride, dtype, device in self.made
-        }
+        new = {result: empty() for result, empty in self.made.items()}
         results = list(self.step([*arguments, *new.values()]))
         arguments.clear()
         for result, tensor in new.items():
