@@ -89,9 +89,8 @@ class UpdateQuality:
         """Return the measurements of both updates together, as if their tensors were concatenated."""
         numbers = [each.name for each in fields(self) if each.name != "sizes"]
         sizes = tuple(map(operator.add, self.sizes, other.sizes))
-        return UpdateQuality(
-            **{name: getattr(self, name) + getattr(other, name) for name in numbers}, sizes=sizes
-        )
+        sums = {name: getattr(self, name) + getattr(other, name) for name in numbers}
+        return UpdateQuality(**sums, sizes=sizes)
 
     @property
     def intended_norm(self) -> float:

@@ -115,10 +115,8 @@ def rows_of(samples: Sequence[Sampled], elements: Sequence[int], dtype: torch.dt
 
 def _stacked(values: Sequence[Tensor | None], samples: Sequence[Sampled]) -> Tensor:
     """Return the values of samples as rows of a matrix, with zeros for error terms that there are not."""
-    given = [
-        torch.zeros_like(of.old) if value is None else value
-        for value, of in zip(values, samples, strict=True)
-    ]
+    pairs = zip(values, samples, strict=True)
+    given = [torch.zeros_like(of.old) if value is None else value for value, of in pairs]
     return torch.nn.utils.rnn.pad_sequence(given, batch_first=True)
 
 

@@ -98,14 +98,12 @@ class _Instance:
         own = (None, repetition.owners[states[0].position])
         positions = [i for i, owner in enumerate(repetition.owners) if owner in own]
         self._index = {i: repetition.input_of(i, instance) for i in positions}
-        self._terms = {
-            # A tensor without error terms is read with zeros; a packed one is nothing but its auxiliaries.
-            each.position: bind(
-                index, program.infos[index], each.error_format, reads=each.error_format.keeps_error
-            )
-            for each in program.expansions
-            if (index := self._index.get(each.position)) is not None
-        }
+        self._terms = {}
+        for each in program.expansions:
+            if (index := self._index.get(each.position)) is not None:
+                # A tensor without error terms is read with zeros; a packed one is its auxiliaries alone.
+                fmt = each.error_format
+                self._terms[each.position] = bind(index, program.infos[index], fmt, reads=fmt.keeps_error)
         #: Indices of the measured tensors.
         self.measured = [self._index[state.position] for state in states]
 
@@ -130,16 +128,14 @@ class Observer:
         """Return the instances none of whose measured tensors are at these indices of arguments."""
         return [each for each in self.instances if not any(index in absent for index in each.measured)]
 
-    def read(
-        self, instances: Sequence[_Instance], arguments: Sequence[Any], *, before: bool
-    ) -> list[Samples]:
+    def read(self, present: Sequence[_Instance], arguments: Sequence[Any], *, before: bool) -> list[Samples]:
         """Return samples of each tensor, instance by instance, float32, before or after the step.
 
         They are: hi, the sum of error terms or None, and before the step the value that it will store.
         """
         graph = self._before if before else self._after
         found: list[Samples] = []
-        for of_one in graph([each.values(graph.sources, arguments) for each in instances]):
+        for of_one in graph([each.values(graph.sources, arguments) for each in present]):
             results = iter(of_one)
             for state in self.states:
                 hi, lo = next(results), next(results) if state.auxiliaries else None
@@ -204,9 +200,8 @@ class _Whole:
             yield editor.convert(hi, torch.float32)
             if state.auxiliaries:
                 fmt = state.error_format
-                terms = editor.inline(
-                    fmt.error_terms, hi, *self._terms[state.position], elementwise=fmt.is_elementwise
-                )
+                inputs = self._terms[state.position]
+                terms = editor.inline(fmt.error_terms, hi, *inputs, elementwise=fmt.is_elementwise)
                 wide = [editor.convert(term, torch.float32) for term in terms]
                 yield functools.reduce(lambda one, other: editor.call(aten.add.Tensor, one, other), wide)
 
