@@ -320,7 +320,7 @@ class Compilation:
 
         def inner_compile(gm: GraphModule, example_inputs: Sequence[Any], **inductor_options: Any) -> Any:
             nonlocal made
-            made = self._step_of_members(families, gm, example_inputs, inductor_options)
+            made = self._step_of_members(families, gm, example_inputs, **inductor_options)
             return _never_called
 
         with torch.no_grad():
@@ -350,11 +350,7 @@ class Compilation:
     # -- The functional graph, and what its inputs are to the user
 
     def _step_of_members(
-        self,
-        families: Families,
-        gm: GraphModule,
-        example_inputs: Sequence[Any],
-        inductor_options: dict[str, Any],
+        self, families: Families, gm: GraphModule, example_inputs: Sequence[Any], **inductor_options: Any
     ) -> WholeStep | Reason:
         """Make the step of all members from the functional graph of the first member of each family."""
         self._prepare(gm)
@@ -461,10 +457,8 @@ class Compilation:
         self, values: Sequence[Any], names: Sequence[str], bound: int
     ) -> list[tuple[InputInfo, Hashable]]:
         """Describe inputs; add facts about their records that must be equal in a family."""
-        infos = [
-            describe_input(value, name, self.known, bound=i < bound)
-            for i, (value, name) in enumerate(zip(values, names, strict=True))
-        ]
+        named = enumerate(zip(values, names, strict=True))
+        infos = [describe_input(value, name, self.known, bound=i < bound) for i, (value, name) in named]
         return [(info, (_input_has_error_terms(info), _packed_format(info))) for info in infos]
 
     @property
@@ -481,13 +475,8 @@ class Compilation:
 
     def _note_of_decay(self, program: StepProgram) -> str:
         """Return the note on a weight decay that float32 cannot apply, and on whether this step does."""
-        slopes = (
-            slope
-            for state in program.states
-            if state.info.role is Role.PARAMETER
-            for slope in state.recurrence.slopes
-            if slope.is_number
-        )
+        parameters = (state.recurrence for state in program.states if state.info.role is Role.PARAMETER)
+        slopes = (slope for each in parameters for slope in each.slopes if slope.is_number)
         decays = {decay for slope in slopes if 0 < (decay := float(1 - slope)) < 0.5}
         rounded = ((decay, 1 - float(torch.tensor(1 - decay, dtype=torch.float32))) for decay in decays)
         wrong = [(decay, applied) for decay, applied in rounded if abs(applied - decay) > decay / 10]
@@ -646,10 +635,8 @@ class Compilation:
         if self.options.strategy == "none" and program.captured is not None:
             program.move_to(copy_of(program.captured))
         self._refuse_uncompensated(program)
-        is_rewritten = bool(
-            program.expansions or program.measured or program.summed or self.options.own_passes
-        )
-        is_rewritten |= bool(self.recorded) and program.strategy != "none"
+        is_rewritten = bool(program.expansions or program.measured or program.summed)
+        is_rewritten |= bool(self.options.own_passes or (self.recorded and program.strategy != "none"))
         if not (is_rewritten or repetition.is_whole):
             return Reason("no tensor of it needs an error term")
         after = copy_of(program.gm) if is_rewritten else before  # Inductor edits the graph that it is given
@@ -688,11 +675,8 @@ class Compilation:
             raise_or_warn(self.backend, failed, strict=False)
         without: Reasons = tuple(("with every pass", Reason(each.met, each.where)) for each in left_out)
         why = (*not_taken(("by family", not_by_family)), *made.reasons, *without)
-        note_of_sums = ""
-        if program.summed and not program.states:
-            note_of_sums = (
-                f"{self.subject}: updates of float32 tensors, without error terms; their changes are summed"
-            )
+        sums = "updates of float32 tensors, without error terms; their changes are summed"
+        note_of_sums = f"{self.subject}: {sums}" if program.summed and not program.states else ""
         report = GraphReport(
             captured=before,
             repetition=repetition,
