@@ -97,7 +97,6 @@ class Measurement:
             apply in steps without gradients; None without weight decay.
         bytes: bytes of parameters, state and error terms at the end, per element of the parameters.
         recompiles: reasons of recompilations that Dynamo gave.
-        notes: further remarks.
         routes: routes of the graphs through the compiler: captured or recorded, by family or not.
     """
 
@@ -140,29 +139,21 @@ class Audit:
 
     def __str__(self) -> str:
         rows = [
-            (
-                schedule,
-                *map(_shown, (each.plain, each.single, each.error)),
-                *map(_share, (each.decay_single, each.decay)),
-                each.compilations,
-                f"{each.seconds:.1f}",
-                each.outcome,
-            )
+            {
+                "learning rate": schedule,
+                "plain": _shown(each.plain),
+                "fp32 masters": _shown(each.single),
+                "compensated": _shown(each.error),
+                "decay, fp32 masters": _share(each.decay_single),
+                "decay": _share(each.decay),
+                "compiled": each.compilations,
+                "seconds": f"{each.seconds:.1f}",
+                "outcome": each.outcome,
+            }
             for schedule, each in self.measured.items()
         ]
-        headers = (
-            "learning rate",
-            "plain",
-            "fp32 masters",
-            "compensated",
-            "decay, fp32 masters",
-            "decay",
-            "compiled",
-            "seconds",
-            "outcome",
-        )
         every = list(self.measured.values())
-        lines = [self.subject, "", tabulate(rows, headers, disable_numparse=True), ""]
+        lines = [self.subject, "", tabulate(rows, headers="keys", disable_numparse=True), ""]
         lines += _listed("with error terms", (name for each in every for name in each.compensated))
         lines += _listed("packed", (name for each in every for name in each.packed))
         lines += _listed("without", (f"{name}: {why}" for each in every for name, why in each.left))
@@ -251,9 +242,7 @@ def audit(
     trial = Trial(make, tuple(map(tuple, shapes)), dtype, steps, options=options)
     with contextlib.redirect_stdout(io.StringIO()):  # some optimizers print messages
         subject = make(weights_of(trial, dtype))
-        measured = {
-            name: measure_trial(replace(trial, schedule=schedule)) for name, schedule in schedules.items()
-        }
+        measured = {name: measure_trial(replace(trial, schedule=each)) for name, each in schedules.items()}
     sizes = ", ".join("×".join(map(str, shape)) or "0-d" for shape in trial.shapes)
     lrs = {str(group.get("lr")) for group in subject.param_groups}
     return Audit(
@@ -268,13 +257,9 @@ class Trial:
     """Settings of a measurement.
 
     Attributes:
-        make: function that creates the optimizer.
-        shapes, dtype: shapes and dtype of the parameters.
         steps: number of steps; a compilation in their second half counts as a fault.
         make_eager: function that creates the optimizer for the eager runs, if it differs there.
-        sparse: whether gradients are sparse.
         closure: whether ``step`` needs a closure, although its signature does not say so.
-        is_still: whether gradients are zero.
         why_inaccurate: known reason why the optimizer's update rule differs between low precision and
             float64; empty if there is none.
         backend: function that makes the backend of the ``options``.
