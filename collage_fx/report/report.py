@@ -48,11 +48,10 @@ class CollageReport:
 
     def why(self) -> str:
         """Describe the way of every compilation through the compiler, and the reasons against faster ways."""
-        ways = [
-            "\n".join([f"{graph.subject}: {graph.route}", *(f"  {line}" for line in graph.route.explained())])
-            for graph in self.graphs
-        ]
-        return "\n".join(ways)
+        lines = []
+        for graph in self.graphs:
+            lines += [f"{graph.subject}: {graph.route}", *(f"  {line}" for line in graph.route.explained())]
+        return "\n".join(lines)
 
     def bytes_per_parameter(self) -> dict[str, float]:
         """Compute bytes per element of low-precision parameters: parameters, state, error terms, and total.
@@ -67,10 +66,8 @@ class CollageReport:
 
     def __repr__(self) -> str:
         """Return a line; ``print(report)`` shows the tables."""
-        parts = [
-            f"{subject}: {summary_line(rows, self._other_state_of(subject))}"
-            for subject, rows in self.by_subject().items()
-        ]
+        subjects = self.by_subject().items()
+        parts = [f"{name}: {summary_line(rows, self._other_state_of(name))}" for name, rows in subjects]
         return f"<CollageReport: {' '.join(parts) or 'no tensors'}>"
 
     def __str__(self) -> str:
