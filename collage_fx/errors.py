@@ -370,12 +370,9 @@ def warn(refusal: CollageError) -> None:
 
 
 def raise_or_warn(about: Any, refusal: CollageError, *, strict: bool) -> None:
-    """Raise a refusal, or warn of it once.
+    """Raise a refusal if ``strict``; otherwise warn of it, once in the lifetime of ``about``.
 
-    Args:
-        about: the optimizer or function concerned; each text is warned of once in its lifetime.
-        refusal: the error to raise or to warn of.
-        strict: whether to raise.
+    ``about`` is the optimizer or function concerned.
     """
     if strict:
         raise refusal

@@ -169,20 +169,11 @@ def _rebind(attributes: dict[str, Any], before: Any, now: Any) -> None:
                 cell.cell_contents = now
 
 
-def join(
-    optimizer: Any, given: Mapping[str, object], default: CollageBackend | None = None
-) -> CollageBackend:
+def join(optimizer: Any, given: Mapping[str, Any], default: CollageBackend | None = None) -> CollageBackend:
     """Install an optimizer, unless another part of the program has, and return the backend that it has now.
 
-    Options that were given there stay.
-
-    Args:
-        optimizer: argument of :func:`install`.
-        given: options that are asked here.
-        default: the backend to install it with, of the options that are asked here; None to make one.
-
-    Raises:
-        InvalidOptionError: the optimizer has been installed with another value of an option.
+    Options that were given there stay: see :func:`kept_backend`. ``default`` is the backend to install it
+    with, of the options that are ``given`` here; None to make one.
     """
     stepped = list(inner_optimizers(optimizer))
     kept = [kept_backend(each, given) for each in stepped]
@@ -324,9 +315,8 @@ class CompiledStep:
         ]  # without a gradient, a closure has moved it
         # A parameter that is overwritten may have no error term, and has a row in a report.
         rows = (row for graph in self.backend.reports[self._reports :] for row in graph.tensors)
-        self._is_compensated = any(record_of(p) is not None for p in moved) or any(
-            row.role is Role.PARAMETER for row in rows
-        )
+        has_row = any(row.role is Role.PARAMETER for row in rows)
+        self._is_compensated = has_row or any(record_of(p) is not None for p in moved)
         if moved and not self._is_compensated:
             label = type(self._optimizer).__name__
             raise EagerStepError(
@@ -372,11 +362,8 @@ class CompiledStep:
     def _refuse_with_release(self, given: Mapping[str, Any]) -> None:
         """Raise if an argument of this step comes after parameters have been stepped without it."""
         first = self._first_call
-        late = [
-            name
-            for name, value in given.items()
-            if value is not None and not (first and first.is_only_returned and name == first.name)
-        ]
+        returned = first.name if first and first.is_only_returned else None
+        late = [name for name, value in given.items() if value is not None and name != returned]
         if late:
             raise GradientReleaseError(
                 f"step() was given {late[0]!r}, after the backward pass, in which parameters are stepped "

@@ -90,12 +90,7 @@ BUDGETS = (
 
 
 def budgets_for(program: StepProgram, pipeline: Sequence[Pass]) -> list[Budget]:
-    """Compute the bytes of each budget for a captured step; the smallest comes first.
-
-    Args:
-        program: as captured, before any pass. It is not changed.
-        pipeline: the passes that it will go through.
-    """
+    """Compute the bytes of each budget for a step as captured, before any pass; the smallest comes first."""
     trial = replace(program, gm=copy_of(program.gm), rounding="repay")
     preparation, choosing = up_to_choosing(pipeline)
     found = []
@@ -170,9 +165,8 @@ def frontier(budgets: Sequence[Budget]) -> list[Budget]:
     for group in sorted(alike.values(), key=lambda group: (group[0].bytes, min(map(Budget.rank, group)))):
         rank = min(map(Budget.rank, group))
         if rank < least:
-            best.append(
-                min(group, key=lambda each: (each.state is not None, strategies.index(each.strategy)))
-            )
+            simplest = min(group, key=lambda each: (each.state is not None, strategies.index(each.strategy)))
+            best.append(simplest)
             least = rank
     return best
 
