@@ -428,14 +428,9 @@ def _install(optimizer: Optimizer, backend: CollageBackend) -> None:
         _drop_terms_of_state(optimizer, before.backend.options, backend.options)
     note_installed(optimizer, backend)
     set_own_step(optimizer, CompiledStep(optimizer, backend))
-    parameters = [parameter for _, parameter in parameter_names(optimizer)]
-    log.info(
-        "%s: its first step compiles it with %r; %d of %d parameters are bfloat16 or float16",
-        type(optimizer).__name__,
-        backend,
-        sum(is_low_precision(parameter.dtype) for parameter in parameters),
-        len(parameters),
-    )
+    are_low = [is_low_precision(parameter.dtype) for _, parameter in parameter_names(optimizer)]
+    told = "%s: its first step compiles it with %r; %d of %d parameters are bfloat16 or float16"
+    log.info(told, type(optimizer).__name__, backend, sum(are_low), len(are_low))
 
 
 def _drop_terms_of_state(optimizer: Optimizer, before: Options, now: Options) -> None:
@@ -447,14 +442,9 @@ def _drop_terms_of_state(optimizer: Optimizer, before: Options, now: Options) ->
     for each in state:
         reset_error_terms(each.tensor)
     if state:
-        log.info(
-            "%s: strategy=%r in place of %r: the error terms of %d state tensors are dropped, %s first",
-            type(optimizer).__name__,
-            now.strategy,
-            before.strategy,
-            len(state),
-            state[0].name,
-        )
+        told = "%s: strategy=%r in place of %r: the error terms of %d state tensors are dropped, %s first"
+        name = type(optimizer).__name__
+        log.info(told, name, now.strategy, before.strategy, len(state), state[0].name)
 
 
 def remove_release(optimizer: Optimizer) -> None:

@@ -76,17 +76,12 @@ def patches() -> tuple[str, bool]:
 
 def _patch_rows() -> list[list[str]]:
     misfit = {"bits": FAILED, "speed": "off"}
-    rows = [
-        [
-            patch.name,
-            patch.during,
-            patch.affects,
-            misfit[patch.needed_for] if patch.misfit else OK,
-            patch.misfit or f"{patch.why}. Goes with: {patch.goes_with}",
-        ]
-        for patch in PATCHES
-        if patch.is_needed
-    ]
+    rows = []
+    for patch in PATCHES:
+        if patch.is_needed:
+            outcome = misfit[patch.needed_for] if patch.misfit else OK
+            told = patch.misfit or f"{patch.why}. Goes with: {patch.goes_with}"
+            rows.append([patch.name, patch.during, patch.affects, outcome, told])
     of_patches = {patch.misfit for patch in PATCHES}
     return rows + [["(called)", "", "", FAILED, told] for told in misfits() if told not in of_patches]
 
