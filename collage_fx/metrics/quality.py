@@ -52,7 +52,6 @@ class UpdateQuality:
     """Measurements of the update of one tensor, or of several, in a step.
 
     Attributes:
-        elements: number of elements.
         intended: <D, D>.
         along_hi, effective_hi: <D, D̂> and <D̂, D̂> for hi alone.
         along, effective: <D, D̂> and <D̂, D̂> for hi + lo.
@@ -242,8 +241,7 @@ class Metrics(Mapping[int, Mapping[str, UpdateQuality]]):
             kind: ``parameter``, or the name of a state: :attr:`MeasuredTensor.kind`. Updates of different
                 kinds have no common unit.
         """
-        by_step = self.by(lambda tensor: "", kind)
-        return {step: values[""] for step, values in by_step.items()}
+        return {step: values[""] for step, values in self.by(lambda tensor: "", kind).items()}
 
     def by_group(self, kind: str = "parameter") -> dict[int, dict[int | None, UpdateQuality]]:
         """Return the measurements by step and number of the parameter group, over all optimizers."""

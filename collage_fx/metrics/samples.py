@@ -268,13 +268,9 @@ class _Sampling:
             _convert_quickly(node)
         self._then.output(tuple(self._part[each] for each in self._wanted))
         self._first.output(tuple(self._handed))
-        return SampledGraph(
-            sources,
-            GraphModule(self._gm, self._first).forward,
-            GraphModule({}, self._then).forward,
-            joins=joins,
-            draws=any(draws(node.target) for node in self._first.nodes),
-        )
+        first, then = GraphModule(self._gm, self._first).forward, GraphModule({}, self._then).forward
+        is_random = any(draws(node.target) for node in self._first.nodes)
+        return SampledGraph(sources, first, then, joins=joins, draws=is_random)
 
     def _needed(self) -> tuple[Mapping[Node, dict[_Sample, None]], set[Node], set[Node]]:
         """Return the needed samples of each node, whole nodes, and operations on numbers."""
