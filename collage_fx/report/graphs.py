@@ -53,7 +53,6 @@ class GraphReport:
             float32 would do to its weight decay; else empty.
         code: code that Inductor generated: Python with C++ or Triton kernels. Empty after ``explain``.
         program: the whole step before any pass, on another graph; None if nothing was rewritten.
-        pipeline: passes that the step went through.
         budgets: with a limit on bytes, the budget that is used, then all, the smallest first.
     """
 

@@ -96,13 +96,8 @@ class CollageReport:
         """
         from collage_tools.pages import html_page
 
-        return html_page(
-            self.graphs,
-            {subject: (rows, self._other_state_of(subject)) for subject, rows in self.by_subject().items()},
-            self._notes(),
-            kernels=kernels,
-            metrics=self.metrics,
-        )
+        subjects = {name: (rows, self._other_state_of(name)) for name, rows in self.by_subject().items()}
+        return html_page(self.graphs, subjects, self._notes(), kernels=kernels, metrics=self.metrics)
 
     def save_html(self, path: str | Path, *, kernels: bool = False) -> Path:
         """Write :meth:`to_html` into a file and return its path."""

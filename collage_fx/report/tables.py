@@ -66,13 +66,8 @@ def budget_table(budgets: Sequence[Budget], style: str) -> str:
     """
     used, *others = budgets
     cells = [["→" if each == used else "", str(each), f"{each.bytes:.4g}"] for each in frontier(others)]
-    return tabulate(
-        cells,
-        headers=("", "options", "bytes per parameter"),
-        tablefmt=style,
-        colalign=("left", "left", "right"),
-        disable_numparse=True,
-    )
+    headers, aligned = ("", "options", "bytes per parameter"), ("left", "left", "right")
+    return tabulate(cells, headers, tablefmt=style, colalign=aligned, disable_numparse=True)
 
 
 def summary_line(rows: Sequence[TensorReport], other_state: int = 0) -> str:
