@@ -339,12 +339,9 @@ class Compilation:
         self, module: GraphModule, arguments: tuple[Any, ...], inner_compile: Callable[..., Any]
     ) -> Callable[..., Any]:
         """Make the graph functional by AOTAutograd, and pass it to ``inner_compile``."""
+        table = decompositions() if self.options.strategy != "none" else None
         return compile_with_inductor(
-            module,
-            arguments,
-            inner_compile=inner_compile,
-            decompositions=decompositions() if self.options.strategy != "none" else None,
-            config_patches=self.settings,
+            module, arguments, inner_compile=inner_compile, decompositions=table, config_patches=self.settings
         )
 
     # -- The functional graph, and what its inputs are to the user
