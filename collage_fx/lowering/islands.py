@@ -285,8 +285,7 @@ class _Cut:
         """Return whether a value is the total of a printable value, computed in the same part."""
         if node.op != "call_function" or not is_total(node):
             return False
-        operand = node.all_input_nodes[0]
-        return self._space[operand] not in (None, ANY)
+        return self._space[node.all_input_nodes[0]] not in (None, ANY)
 
     def _crosses(self, node: Node, root: Node) -> bool:
         """Return whether a value is given to the part that computes ``root``."""

@@ -87,7 +87,6 @@ class Member(NamedTuple):
     Attributes:
         gradient, parameter: indices of both among the inputs of the whole graph.
         inputs: indices of all inputs that belong to the member.
-        dtype: dtype of the gradient.
     """
 
     gradient: int
@@ -108,7 +107,6 @@ class WholeStep:
         step: function of the list of the whole graph's inputs, and, if some members have no gradient, of a
             :class:`~collage_fx.runtime.calls.Present`.
         bound: the first inputs, which are the same in every call.
-        passed: number of inputs that Dynamo passes.
         updated: indices of inputs whose version counters are incremented.
         gradients: mapping from the index of a gradient that Dynamo does not pass to its parameter's index.
         members: the members in the order of ``Repetition.members``, if members come and go.
@@ -221,7 +219,6 @@ class Binding:
     lives, a new record is created. Neither the tensor nor its error terms are kept alive.
 
     Attributes:
-        index: index of the input among the arguments.
         bound: the tensor, if it is an attribute of the module.
         record: the remembered record of a bound tensor.
         reads: whether the step only reads the error terms. A tensor without error terms is read with zeros.
