@@ -401,7 +401,6 @@ IMAGINARY, PRIVATE_NAMES_OF_IT = TOOLS / "gpu_code" / "imaginary_cuda.py", 19
 
 #: Names with a leading underscore that are not torch's.
 NOT_TORCHS = {
-    ("codegen/address_tables.py", "._name"): "the file of a ctypes library",
     ("torch_compat/optim_frames.py", "._getframe"): "of sys",
     ("torch_compat/patch_conversions.py", "._getframe"): "of sys",
 }
@@ -518,16 +517,6 @@ ASSIGNED = {
     ("tools/explain.py", "parameter.grad"): "of a copy of the optimizer",
     ("tools/explain.py", "copied.__kwdefaults__"): "of a copy of a function",
     ("tools/explain.py", "cell.cell_contents"): "of a copy of a function",
-    ("codegen/address_tables.py", "run.argtypes"): "of functions that ctypes has made for us",
-    ("codegen/address_tables.py", "run.restype"): "of functions that ctypes has made for us",
-    ("codegen/address_tables.py", "gather.argtypes"): "of functions that ctypes has made for us",
-    ("codegen/address_tables.py", "gather.restype"): "of functions that ctypes has made for us",
-    ("codegen/address_tables.py", "peek.argtypes"): "of functions that ctypes has made for us",
-    ("codegen/address_tables.py", "peek.restype"): "of functions that ctypes has made for us",
-    ("codegen/address_tables.py", "fill.argtypes"): "of functions that ctypes has made for us",
-    ("codegen/address_tables.py", "fill.restype"): "of functions that ctypes has made for us",
-    ("codegen/address_tables.py", "classify.argtypes"): "of functions that ctypes has made for us",
-    ("codegen/address_tables.py", "classify.restype"): "of functions that ctypes has made for us",
     ("torch_compat/patch_dtypes.py", "tensor.grad"): "None, while a fake tensor is made; GRADIENT_DTYPES",
     ("capture/members.py", "p.grad"): "None, while a step is compiled for which something stands in for it",
 }

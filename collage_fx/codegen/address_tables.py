@@ -58,17 +58,15 @@ class Library(NamedTuple):
 def load_library() -> Library:
     """Compile the library, or take it from Inductor's cache."""
     library = load_cpp_library(_source())
-    pointer, word, with_gil = ctypes.c_void_p, ctypes.c_int64, ctypes.PyDLL(library._name)
-    run, fill, classify = library.run, library.fill, library.classify
-    gather, peek = with_gil.gather, with_gil.peek
-    run.argtypes = [pointer, word, pointer, word, *[pointer] * 6, word, word, pointer]
-    gather.argtypes = [ctypes.py_object, word, pointer, pointer, pointer]
-    fill.argtypes = [word, *[pointer] * 5, word]
-    classify.argtypes = [word, word, word, pointer, word, *[pointer] * 4]
-    peek.argtypes = [word, pointer, pointer, pointer]
-    run.restype = gather.restype = peek.restype = None
-    fill.restype = classify.restype = word
-    return Library(run, gather, fill, classify, peek)
+    pointer, word = ctypes.c_void_p, ctypes.c_int64
+    types: dict[str, Any] = {
+        "run": ctypes.CFUNCTYPE(None, pointer, word, pointer, word, *[pointer] * 6, word, word, pointer),
+        "gather": ctypes.PYFUNCTYPE(None, ctypes.py_object, word, *[pointer] * 3),
+        "fill": ctypes.CFUNCTYPE(word, word, *[pointer] * 5, word),
+        "classify": ctypes.CFUNCTYPE(word, word, word, word, pointer, word, *[pointer] * 4),
+        "peek": ctypes.PYFUNCTYPE(None, word, *[pointer] * 3),
+    }
+    return Library(**{name: kind((name, library)) for name, kind in types.items()})
 
 
 def is_library_loaded() -> bool:

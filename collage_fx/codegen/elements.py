@@ -131,11 +131,9 @@ class Elements:
             the conversion itself does not round.
 
     Attributes:
-        inputs: placeholders of tensors.
         stores: stores of elements, of values per block, and of scalars.
         totals: stores of the sums of all elements, of which the caller makes sums and means. A rule of
             scalars has no elements: the sum of a number has no spelling.
-        written: inputs that something is stored into.
         largest: the largest magnitudes of blocks.
         is_matrix: whether there are values of rows or columns.
         tested: elements' values whose magnitude tells whether roundings need to ask for infinity and NaN.
@@ -185,10 +183,9 @@ class Elements:
         last = [node for node in slow if not self.made_of([node], slow)]
         second = needed_for(self.made_of(last, wanted), last).difference(last)
         is_worth_it = any(node.target is dithered_sum for node in second)
-        is_apart = all(node.target in QUOTIENTS for node in last) and not any(
-            n.target in SLOW for n in second
-        )
-        if not (is_worth_it and is_apart and len(last) <= MOST_QUOTIENTS):
+        is_apart = all(node.target in QUOTIENTS for node in last)
+        is_slow = any(node.target in SLOW for node in second)
+        if is_slow or not (is_worth_it and is_apart and len(last) <= MOST_QUOTIENTS):
             return [], list(wanted), []
         return last, [node for node in wanted if node not in second], [n for n in wanted if n in second]
 
@@ -303,7 +300,7 @@ def function_at(node: Node) -> Function | None:
         return None
     tensors = [arg for arg in node.args if isinstance(arg, Node)]
     dtypes = tuple(arg.meta["val"].dtype for arg in tensors)
-    return function_of(target, dtypes, tuple(node.args[len(tensors) :]))
+    return function_of(CPP, target, dtypes, tuple(node.args[len(tensors) :]))
 
 
 def _is_no_larger(value: Node) -> bool:

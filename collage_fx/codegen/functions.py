@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import torch
-from torch.fx import GraphModule, Node
+from torch.fx import Node
 
 from collage_fx.codegen.spellings import (
     CPP,
-    TRITON,
     Language,
     NoSpelling,
     bare,
@@ -35,10 +34,8 @@ class Function(NamedTuple):
     """Function of scalars.
 
     Attributes:
-        name: name of the function.
-        definition: its text.
-        tests: whether it tests if a number is finite, or a NaN: then it is a template, ``name<Finite>``, that
-            omits the test if the answer is known.
+        tests: whether it tests if a number is finite, or a NaN: then in C++ it is a template,
+            ``name<Finite>``, that omits the test if the answer is known.
         is_cut: False if the caller must cut off bits beyond the dtype of the result, a small integer.
     """
 
@@ -50,11 +47,15 @@ class Function(NamedTuple):
 
 @functools.cache
 def function_of(
-    function: Callable[..., Any], dtypes: tuple[torch.dtype, ...], constants: tuple[Any, ...] = ()
+    language: Language,
+    function: Callable[..., Any],
+    dtypes: tuple[torch.dtype, ...],
+    constants: tuple[Any, ...] = (),
 ) -> Function:
-    """Write an elementwise function of tensors as a C++ function of scalars.
+    """Write an elementwise function of tensors as a function of scalars.
 
     Args:
+        language: the language.
         function: eager function of tensors of equal shape and of constants; returns a tensor.
         dtypes: dtypes of its tensors.
         constants: further arguments.
@@ -62,81 +63,37 @@ def function_of(
     Raises:
         NoSpelling: an operation of the function has none.
     """
-    trace, parameters, result = _traced(function, dtypes, constants)
-    is_cut = not (is_small_integer(result.meta["val"].dtype) and result.target is CONVERT)
+    trace, is_cpp = trace_of(function, dtypes, constants), language is CPP
+    parameters = list(inspect.signature(function).parameters)[: len(dtypes)]
+    (result,) = trace.graph.output_node().all_input_nodes
+    is_cut = not (is_cpp and is_small_integer(result.meta["val"].dtype) and result.target is CONVERT)
     if not is_cut:
         (result,) = result.all_input_nodes
-
-    def written(node: Node, texts: Mapping[Node, str]) -> str:
-        text = _exact_sum(node, texts, CPP) or expression(node, texts, CPP)
-        return f"(Finite || {bare(text)})" if _is_test(node) else text
-
-    def statement(node: Node, name: str, text: str) -> str:
-        return f"const {in_register(node.meta['val'].dtype)} {name} = {text};"
-
-    lines, texts = _statements(trace, parameters, written, statement)
-    tests = any(node.op == "call_function" and _is_test(node) for node in trace.graph.nodes)
+    texts = dict(zip(trace.graph.find_nodes(op="placeholder"), parameters, strict=True))
+    lines, tests = list[str](), False
+    for node in (each for each in trace.graph.nodes if each.op == "call_function"):
+        text = _exact_sum(node, texts, language) or expression(node, texts, language)
+        if is_cpp and _is_test(node):
+            tests, text = True, f"(Finite || {bare(text)})"
+        if not is_cpp and function in WITH_APPROXIMATE_ROOTS and node.target is aten.sqrt.default:
+            text = f"tl.sqrt({bare(texts[node.all_input_nodes[0]])})"
+        if len(node.users) > 1 and node.all_input_nodes:
+            name = f"t{len(lines)}"
+            kind = f"const {in_register(node.meta['val'].dtype)} " if is_cpp else ""
+            lines.append(f"{kind}{name} = {bare(text)}")
+            text = name
+        texts[node] = text
+    lines.append(f"return {bare(texts[result])}")
+    if not is_cpp:
+        name = "_".join([function.__name__, *map(_word, (*constants, *dtypes))])
+        body = "\n".join(f"    {line}" for line in lines)
+        return Function(name, f"@triton.jit\ndef {name}({', '.join(parameters)}):\n{body}\n", tests, is_cut)
     name = "_".join([function.__name__, *map(_word, constants)])
     arguments = ", ".join(f"{in_register(d)} {x}" for d, x in zip(dtypes, parameters, strict=True))
-    body = "\n".join(f"  {line}" for line in [*lines, f"return {bare(texts[result])};"])
+    body = "\n".join(f"  {line};" for line in lines)
     head = f"inline {in_register(result.meta['val'].dtype)} {name}({arguments})"
     template = "template <bool Finite>\n" if tests else ""
     return Function(name, f"{template}{head} {{\n{body}\n}}\n", tests, is_cut)
-
-
-@functools.cache
-def triton_function_of(
-    function: Callable[..., Any], dtypes: tuple[torch.dtype, ...], constants: tuple[Any, ...] = ()
-) -> Function:
-    """Write an elementwise function of tensors as a Triton function; else as :func:`function_of`."""
-    trace, parameters, result = _traced(function, dtypes, constants)
-
-    def written(node: Node, texts: Mapping[Node, str]) -> str:
-        if function in WITH_APPROXIMATE_ROOTS and node.target is aten.sqrt.default:
-            return f"tl.sqrt({bare(texts[node.all_input_nodes[0]])})"
-        return _exact_sum(node, texts, TRITON) or expression(node, texts, TRITON)
-
-    lines, texts = _statements(trace, parameters, written, lambda node, name, text: f"{name} = {text}")
-    name = "_".join([function.__name__, *map(_word, (*constants, *dtypes))])
-    body = "\n".join(f"    {line}" for line in [*lines, f"return {bare(texts[result])}"])
-    definition = f"@triton.jit\ndef {name}({', '.join(parameters)}):\n{body}\n"
-    return Function(name, definition, tests=False, is_cut=True)
-
-
-def _traced(
-    function: Callable[..., Any], dtypes: tuple[torch.dtype, ...], constants: tuple[Any, ...]
-) -> tuple[GraphModule, list[str], Node]:
-    """Return the trace of a function, the names of its tensors, and the value that it returns."""
-    trace = trace_of(function, dtypes, constants)
-    (result,) = trace.graph.output_node().all_input_nodes
-    return trace, list(inspect.signature(function).parameters)[: len(dtypes)], result
-
-
-def _statements(
-    trace: GraphModule,
-    parameters: Sequence[str],
-    written: Callable[[Node, Mapping[Node, str]], str],
-    statement: Callable[[Node, str, str], str],
-) -> tuple[list[str], dict[Node, str]]:
-    """Write the statements of a function, for values that are used several times, and all expressions.
-
-    Args:
-        trace: the trace of the function.
-        parameters: the names of its tensors.
-        written: writes the expression of a value, given those of the values before it.
-        statement: writes the statement that gives a value a name: ``(value, name, expression)``.
-    """
-    texts = dict(zip(trace.graph.find_nodes(op="placeholder"), parameters, strict=True))
-    lines = list[str]()
-    for node in trace.graph.nodes:
-        if node.op == "call_function":
-            text = written(node, texts)
-            if len(node.users) > 1 and node.all_input_nodes:
-                name = f"t{len(lines)}"
-                lines.append(statement(node, name, bare(text)))
-                text = name
-            texts[node] = text
-    return lines, texts
 
 
 def _word(value: Any) -> str:
@@ -166,13 +123,7 @@ def _exact_sum(node: Node, texts: Mapping[Node, str], language: Language) -> str
 
 
 def expression(node: Node, texts: Mapping[Node, str], language: Language, *, is_number: bool = False) -> str:
-    """Write an elementary operation on the expressions of its operands.
-
-    Args:
-        node: the operation.
-        texts: expressions of the nodes before it.
-        language: the language.
-        is_number: whether it is computed once, and not for each element.
+    """Write an elementary operation on the expressions of its operands; ``is_number`` as :func:`spelled`.
 
     Raises:
         NoSpelling: there is none.

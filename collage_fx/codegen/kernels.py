@@ -87,15 +87,13 @@ def flat_kernel(graph: Graph, width: int) -> str:
 
 def _source(names: Names, body: Sequence[str], more: Sequence[str]) -> str:
     elements = names.elements
-    kinds = [  # a total is a float64 sum
-        "double" if elements.kinds[node] is Kind.TOTAL else in_memory(node.meta["val"].dtype)
-        for node in elements.inputs
-    ]
-    parameters = [
-        f"{'' if node in elements.written else 'const '}{kind}* __restrict {node.name}"
-        for node, kind in zip(elements.inputs, kinds, strict=True)
-    ]
-    signature = ", ".join([*parameters, *more])
+
+    def parameter(node: Node) -> str:
+        is_sum = elements.kinds[node] is Kind.TOTAL
+        kind = "double" if is_sum else in_memory(node.meta["val"].dtype)
+        return f"{'' if node in elements.written else 'const '}{kind}* __restrict {node.name}"
+
+    signature = ", ".join([*map(parameter, elements.inputs), *more])
     dtypes = {node.meta["val"].dtype for node in elements.nodes if isinstance(node.meta["val"], torch.Tensor)}
     prelude = f"{PRELUDE}\n{PRELUDE_F16}" if torch.float16 in dtypes else PRELUDE
     functions = "\n".join(names.functions.values())
@@ -329,12 +327,8 @@ class _Flat:
         width = self.elements.width
         if width == 1:
             return _loop(lines, noted)
-        inner = [
-            _hint(noted),
-            f"for (int i = 0; i < {width}; ++i) {{",
-            f"  const int j = {width} * block + i;",
-        ]
-        inner += [*_indented(lines), "}"]
+        of_element = [f"const int j = {width} * block + i;", *lines]
+        inner = _loop(of_element, noted, f"for (int i = 0; i < {width}; ++i) {{")
         head = f"for (int block = 0; block < count / {width}; ++block) {{"
         return [head, *_indented([*begin, *inner, *end]), "}"]
 
@@ -394,10 +388,8 @@ def _source_of(node: Node) -> str:
     return str(converted.name)
 
 
-def _hint(noted: Sequence[str] = ()) -> str:
+def _loop(
+    lines: Iterable[str], noted: Sequence[str] = (), head: str = "for (int j = 0; j < count; ++j) {"
+) -> list[str]:
     reductions = f" reduction(max : {', '.join(noted)})" if noted else ""
-    return f"#pragma omp simd{reductions}"
-
-
-def _loop(lines: Iterable[str], noted: Sequence[str] = ()) -> list[str]:
-    return [_hint(noted), "for (int j = 0; j < count; ++j) {", *_indented(lines), "}"]
+    return [f"#pragma omp simd{reductions}", head, *_indented(lines), "}"]

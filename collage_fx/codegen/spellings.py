@@ -37,20 +37,10 @@ CPP_TYPES: Mapping[torch.dtype, str] = {
 
 #: Triton's name of a dtype.
 TRITON_TYPES: Mapping[torch.dtype, str] = {
-    torch.float64: "float64",
-    torch.float32: "float32",
-    torch.bfloat16: "bfloat16",
-    torch.float16: "float16",
+    **{dtype: str(dtype).removeprefix("torch.") for dtype in CPP_TYPES},
+    **{torch.uint64: "uint64", torch.uint32: "uint32", torch.uint16: "uint16"},
     torch.float8_e4m3fn: "float8e4nv",
     torch.float8_e5m2: "float8e5",
-    torch.int64: "int64",
-    torch.int32: "int32",
-    torch.int16: "int16",
-    torch.int8: "int8",
-    torch.uint64: "uint64",
-    torch.uint32: "uint32",
-    torch.uint16: "uint16",
-    torch.uint8: "uint8",
     torch.bool: "int1",
 }
 
@@ -161,18 +151,14 @@ def _triton_bits(text: str, source: torch.dtype, to: torch.dtype) -> str:
     return text if source is to else f"{text}.to(tl.{TRITON_TYPES[to]}, bitcast=True)"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Language:
     """Language that kernels are printed in.
 
     Attributes:
         column: index of its writers in the rows of the table of spellings.
-        types: types of the dtypes that it has.
-        constant: writes a Python number as a constant of a dtype.
         converted: writes the conversion of an expression of one dtype to another, as ``Tensor.to``; raises
             :class:`NoSpelling` if it is not known to be exact, and the result a low-precision float.
-        bits: writes an expression's bits as those of another dtype.
-        where: writes the choice by a condition between two expressions.
         multiply_add: writes ``x * y + sum`` of float32 numbers whose result is exact.
     """
 
@@ -399,7 +385,7 @@ def spelled(
         language: the language.
         name: name of the ATen operator, without an overload.
         dtype: dtype of its result.
-        operands: operands of the operation, in order.
+        operands: its operands.
         is_number: whether it is computed once, and not for each element.
 
     Raises:

@@ -20,11 +20,7 @@ TAKE_ANY_BITS = {aten.copy_.default, number_of_code}
 
 
 class Names:
-    """Names of a kernel's values, and the functions that it calls.
-
-    Attributes:
-        functions: C++ definitions, by name.
-    """
+    """Names of a kernel's values, and C++ definitions of the functions that it calls, by name."""
 
     def __init__(self, elements: Elements) -> None:
         self.elements = elements
@@ -42,14 +38,11 @@ class Statements:
     """C++ statements that compute some values.
 
     Args:
-        names: names of the kernel.
-        wanted: the values.
         known: expressions of values that need no statement.
         finite: whether numbers are known to be finite: Note [Early and late].
         before_stores: whether stores follow: then what they overwrite is loaded first.
 
     Attributes:
-        texts: the expression of each value.
         lines: statements for each element.
         of_block: statements for each block.
     """

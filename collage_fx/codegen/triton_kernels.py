@@ -36,7 +36,7 @@ import torch
 from torch.fx import Graph, Node
 
 from collage_fx.codegen.elements import Elements, Kind, is_read, largest_magnitude, place
-from collage_fx.codegen.functions import expression, triton_function_of
+from collage_fx.codegen.functions import expression, function_of
 from collage_fx.codegen.spellings import TRITON, NoSpelling, bare
 from collage_fx.torch_compat import (
     ALIGNED_BYTES,
@@ -270,7 +270,7 @@ class _Printer:
         if isinstance(target, OpOverload):
             return expression(node, self.texts, TRITON, is_number=self.elements.kinds[node] is Kind.NUMBER)
         dtypes = tuple(each.meta["val"].dtype for each in node.args if isinstance(each, Node))
-        function = triton_function_of(target, dtypes, tuple(node.args[len(dtypes) :]))
+        function = function_of(TRITON, target, dtypes, tuple(node.args[len(dtypes) :]))
         self.functions[function.definition] = None
         return f"{function.name}({', '.join(map(bare, operands))})"
 

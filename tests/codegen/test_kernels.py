@@ -16,6 +16,7 @@ from collage_fx.codegen import FLAGS, NoSpelling, flat_kernel, number_kernel
 from collage_fx.codegen.elements import FUNCTIONS, JOINS
 from collage_fx.codegen.functions import function_of
 from collage_fx.codegen.kernels import LIMITS, PRELUDE, PRELUDE_F16
+from collage_fx.codegen.spellings import CPP
 from collage_fx.numerics import (
     arithmetic,
     dithered,
@@ -241,7 +242,7 @@ def differing(
 
     Of a function that joins, those are meant for which what it returns then is below the limit.
     """
-    written = function_of(function, dtypes, constants)
+    written = function_of(CPP, function, dtypes, constants)
     is_float = written.definition.split("inline ")[1].startswith("float")
     source = COUNT.replace("TYPE", "uint32_t" if is_float else "int32_t").replace("FUNCTION", written.name)
     condition = "true"
@@ -285,7 +286,7 @@ def test_every_operator_with_a_question_is_tested_here() -> None:
     asking = {arithmetic.rest, arithmetic.ulp_parts}  # of hi, which is rounded
     asks_nothing = {dithered_sum: (F32, F32, I32), phase: (I32, I32)}
     assert tested | asking | {*asks_nothing} == {*FUNCTIONS.values()}
-    assert not any(function_of(*each).tests for each in asks_nothing.items())
+    assert not any(function_of(CPP, *each).tests for each in asks_nothing.items())
 
 
 # A kernel. --------------------------------------------------------------------------------------------------
