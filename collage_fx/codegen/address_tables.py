@@ -116,20 +116,12 @@ class Classify:
         )
 
     def __call__(self, present: array[int] | None) -> bool:
-        """Write the kinds, and return whether any of them has changed.
-
-        Args:
-            present: for each member a byte, nonzero if its rows are launched; None for all.
-        """
+        """Write the kinds of members whose byte is not 0 (None = of all); return whether any has changed."""
         return bool(self._classify(None if present is None else present.buffer_info()[0]))
 
 
 class Gather:
-    """Function that returns the addresses of some of the tensors in a list.
-
-    Args:
-        places: indices of these tensors in a list.
-    """
+    """Function that returns the addresses of the tensors at some indices of a list."""
 
     def __init__(self, places: Sequence[int]) -> None:
         self._places = array("q", places)

@@ -134,8 +134,6 @@ class Elements:
         stores: stores of elements, of values per block, and of scalars.
         totals: stores of the sums of all elements, of which the caller makes sums and means. A rule of
             scalars has no elements: the sum of a number has no spelling.
-        largest: the largest magnitudes of blocks.
-        is_matrix: whether there are values of rows or columns.
         tested: elements' values whose magnitude tells whether roundings need to ask for infinity and NaN.
         early: elements' values that are computed before that is known.
     """
@@ -166,13 +164,10 @@ class Elements:
     @property
     def in_blocks(self) -> list[Node]:
         """Values whose largest magnitudes are :attr:`largest`."""
-        return [_operand(node) for node in self.largest]
+        return [operand_of(node) for node in self.largest]
 
     def cut(self, wanted: Sequence[Node]) -> tuple[list[Node], list[Node], list[Node]]:
         """Divide early values among two loops: Note [Two early loops].
-
-        Args:
-            wanted: the values.
 
         Returns:
             the quotients that the first loop hands to the second, none if there is no second one; the values
@@ -213,7 +208,7 @@ class Elements:
                 return Kind.OF_ROW if rows else Kind.OF_COLUMN if columns else Kind.NUMBER
             return Kind.OF_ELEMENT
         if node.target is aten.copy_.default:
-            return self.kinds[_operand(node)]
+            return self.kinds[operand_of(node)]
         if node.target in _KINDS:
             return _KINDS[node.target]
         kinds = [self.kinds[operand] for operand in node.all_input_nodes]
@@ -226,9 +221,9 @@ class Elements:
         function = function_at(node)
         if function is None or not function.tests or self.kinds[node] is not Kind.OF_ELEMENT:
             return None
-        value = node if node.target in JOINS else _operand(node)
+        value = node if node.target in JOINS else operand_of(node)
         while _is_no_larger(value):
-            value = _operand(value)
+            value = operand_of(value)
         return value if self.kinds[value] is Kind.OF_ELEMENT else None
 
     def _early(self, wanted: Sequence[Any], *, behind_scales: bool = False) -> set[Node]:
@@ -273,14 +268,14 @@ def has_spelling(node: Node) -> bool:
     operands = dict.fromkeys(node.all_input_nodes, "x")
     try:
         if is_rounding(node):
-            return _operand(node).meta["val"].dtype in (torch.float32, node.args[1])
+            return operand_of(node).meta["val"].dtype in (torch.float32, node.args[1])
         expression(node, operands, CPP, is_number=result.dim() == 0)
     except NoSpelling:
         return False
     return True
 
 
-def _operand(node: Node) -> Node:
+def operand_of(node: Node) -> Node:
     """Return the first operand of an operation."""
     operand = node.args[0]
     assert isinstance(operand, Node)
@@ -305,7 +300,7 @@ def function_at(node: Node) -> Function | None:
 
 def _is_no_larger(value: Node) -> bool:
     """Return whether a value is finite if its first operand, or that operand's, is below a limit."""
-    is_joined = value.target in JOINS and _operand(value).target in NO_LARGER
+    is_joined = value.target in JOINS and operand_of(value).target in NO_LARGER
     return value.target in NO_LARGER or is_joined
 
 
@@ -316,13 +311,13 @@ def is_read(node: Node) -> bool:
 
 def is_load(node: Node) -> bool:
     """Return whether a node is the conversion of an input."""
-    return node.target is CONVERT and _operand(node).op == "placeholder"
+    return node.target is CONVERT and operand_of(node).op == "placeholder"
 
 
 def reads_half(node: Node) -> bool:
     """Return whether a node converts a float16 input to float32."""
     dtypes = torch.float16, torch.float32
-    return is_load(node) and (_operand(node).meta["val"].dtype, node.meta["val"].dtype) == dtypes
+    return is_load(node) and (operand_of(node).meta["val"].dtype, node.meta["val"].dtype) == dtypes
 
 
 def is_rounding(node: Node) -> bool:

@@ -55,10 +55,10 @@ def function_of(
     """Write an elementwise function of tensors as a function of scalars.
 
     Args:
-        language: the language.
+        language: CPP or TRITON.
         function: eager function of tensors of equal shape and of constants; returns a tensor.
         dtypes: dtypes of its tensors.
-        constants: further arguments.
+        constants: its further arguments.
 
     Raises:
         NoSpelling: an operation of the function has none.

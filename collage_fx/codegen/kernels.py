@@ -37,6 +37,7 @@ from collage_fx.codegen.elements import (
     Store,
     is_read,
     is_rounding,
+    operand_of,
     reads_half,
 )
 from collage_fx.codegen.spellings import bare, in_memory, in_register
@@ -127,8 +128,12 @@ class _Flat:
         self.stores = [store for store in elements.stores if kinds[store.into] is Kind.OF_ELEMENT]
         self.block_stores = [store for store in elements.stores if kinds[store.into] is Kind.OF_BLOCK]
         read = [node for node in elements.inputs if node in of_elements and is_read(node)]
-        self.bytes_read = [node for node in read if node.meta["val"].dtype.itemsize == 1]
-        self.halves_read = list(filter(reads_half, of_elements))
+        bytes_read = [node for node in read if node.meta["val"].dtype.itemsize == 1]
+        halves_read = filter(reads_half, of_elements)
+        #: Values that are read into buffers first: node, name of the input, type of the buffer.
+        self.buffered = [(node, node.name, "int32_t") for node in bytes_read]
+        self.buffered += [(node, str(operand_of(node).name), "float") for node in halves_read]
+        self.read = {node: f"{name}_in[j]" for node, name, _ in self.buffered}
         self.apart = {store: f"{store.into.name}_out" for store in self.stores if _is_apart(store)}
         self.totals = [(store.into.name, store.value.all_input_nodes[0]) for store in elements.totals]
         added = (value for _, value in self.totals)
@@ -137,20 +142,13 @@ class _Flat:
         self.quotients, self.first, second = elements.cut(before)
         codes = [node for node in behind if not node.meta["val"].dtype.is_floating_point]
         self.later = [second, codes, [node for node in behind if node not in codes]]
-        self.read = {
-            **{node: f"{node.name}_in[j]" for node in self.bytes_read},
-            **{node: f"{_source_of(node)}_in[j]" for node in self.halves_read},
-        }
 
     def _divided(self, late: Sequence[Node]) -> tuple[list[Node], list[Node], list[Node]]:
         """Divide early values at the scales of blocks.
 
-        Args:
-            late: the values of the last loop.
-
         Returns:
-            the values that are kept for a later loop; the early values that are made of no scale, and those
-            that are made of scales.
+            the values that are kept for later loops, the last of which computes ``late``; the early values
+            that are made of no scale, and those that are made of scales.
         """
         elements = self.elements
         kept = elements.kept(late, elements.early)
@@ -196,8 +194,7 @@ class _Flat:
         return lines
 
     def _buffers(self) -> list[str]:
-        lines = [_buffer(f"{node.name}_in", "int32_t") for node in self.bytes_read]
-        lines += [_buffer(f"{_source_of(node)}_in", "float") for node in self.halves_read]
+        lines = [_buffer(f"{name}_in", kind) for _, name, kind in self.buffered]
         lines += [
             _buffer(f"{self.names.of(node)}_kept", in_register(node.meta["val"].dtype))
             for node in dict.fromkeys([*self.kept, *self.quotients])
@@ -211,10 +208,11 @@ class _Flat:
 
     def _reads(self) -> list[str]:
         lines = []
-        for node in self.bytes_read:
-            lines += _loop([f"{node.name}_in[j] = {node.name}[at + j];"])
-        for name in map(_source_of, self.halves_read):
-            lines.append(f"read_f16({name} + at, {name}_in, count);")
+        for _, name, kind in self.buffered:
+            if kind == "float":
+                lines.append(f"read_f16({name} + at, {name}_in, count);")
+            else:
+                lines += _loop([f"{name}_in[j] = {name}[at + j];"])
         return lines
 
     def _writes(self) -> list[str]:
@@ -377,15 +375,8 @@ def _is_apart(store: Store) -> bool:
 def _stored(store: Store) -> Node:
     """Return the value that a loop leaves for a store: for float16, the float32 number."""
     if store.into.meta["val"].dtype is torch.float16 and is_rounding(store.value):
-        (number,) = store.value.all_input_nodes
-        return number
+        return operand_of(store.value)
     return store.value
-
-
-def _source_of(node: Node) -> str:
-    """Return the name of the input that a node converts."""
-    (converted,) = node.all_input_nodes
-    return str(converted.name)
 
 
 def _loop(

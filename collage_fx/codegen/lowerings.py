@@ -92,10 +92,10 @@ def _value_of_element(code: Any, scale: Any, *kind: Any) -> Any:
 for _each in ELEMENTWISE:
     register_pointwise_lowering(
         _each.operator,
-        lambda tensors, *constants, of=_each: _of_elements(of.function, of.dtypes, constants),
+        lambda *constants, of=_each: _of_elements(of.function, of.dtypes, constants),
         dtype=_each.result,
     )
-register_placed_lowering(PHASES, _phase_of_element, dtype=torch.int32)
+register_placed_lowering(PHASES, _phase_of_element)
 register_block_lowerings(
     BLOCK_SCALES,
     BLOCK_CODES,

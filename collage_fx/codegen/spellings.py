@@ -250,15 +250,13 @@ def _absolute(dtype: torch.dtype, x: str) -> str:
     return f"absolute({bare(x)})"
 
 
-def _cpp_sigmoid(dtype: torch.dtype, x: str) -> str:
-    one = CPP.constant(1, dtype)
-    return f"({one} / ({one} + {_of_library('exp')(dtype, _negative(dtype, x))}))"
-
-
-def _triton_sigmoid(dtype: torch.dtype, x: str) -> str:
-    one = TRITON.constant(1, dtype)
-    below = f"({one} + {_of_device('exp')(dtype, _triton_negative(dtype, x))})"
-    return _triton_quotient(dtype, one, below)
+def _inverse(cpp: Writer, triton: Writer) -> _Spelling:
+    """Write one divided by a function's result."""
+    writers = (
+        lambda dtype, x: f"({CPP.constant(1, dtype)} / {cpp(dtype, x)})",
+        lambda dtype, x: _triton_quotient(dtype, TRITON.constant(1, dtype), triton(dtype, x)),
+    )
+    return _Spelling(writers, of_floats=True)
 
 
 def _triton_extreme(name: str) -> Writer:
@@ -314,22 +312,15 @@ _SPELLINGS: Mapping[str, _Spelling] = {
     "mul": _Spelling((_arithmetic("*"), _between("*"))),
     "div": _QUOTIENT,
     "true_divide": _QUOTIENT,
-    "reciprocal": _Spelling(
-        (
-            lambda dtype, x: f"({CPP.constant(1, dtype)} / {x})",
-            lambda dtype, x: _triton_quotient(dtype, TRITON.constant(1, dtype), x),
-        ),
-        of_floats=True,
-    ),
+    "reciprocal": _inverse(lambda dtype, x: x, lambda dtype, x: x),
     "sqrt": _Spelling((_cpp_root, _triton_root), of_floats=True),
-    "rsqrt": _Spelling(
-        (
-            lambda dtype, x: f"({CPP.constant(1, dtype)} / {_cpp_root(dtype, x)})",
-            lambda dtype, x: _triton_quotient(dtype, TRITON.constant(1, dtype), _triton_root(dtype, x)),
+    "rsqrt": _inverse(_cpp_root, _triton_root),
+    "sigmoid": _inverse(
+        lambda dtype, x: f"({CPP.constant(1, dtype)} + {_of_library('exp')(dtype, _negative(dtype, x))})",
+        lambda dtype, x: (
+            f"({TRITON.constant(1, dtype)} + {_of_device('exp')(dtype, _triton_negative(dtype, x))})"
         ),
-        of_floats=True,
-    ),
-    "sigmoid": _Spelling((_cpp_sigmoid, _triton_sigmoid), of_floats=True, of_numbers=True),
+    )._replace(of_numbers=True),
     "fma": _rounded("fma"),
     "floor": _rounded("floor"),
     "ceil": _rounded("ceil"),
@@ -382,10 +373,10 @@ def spelled(
     """Write an elementary operation as an expression.
 
     Args:
-        language: the language.
+        language: CPP or TRITON.
         name: name of the ATen operator, without an overload.
         dtype: dtype of its result.
-        operands: its operands.
+        operands: its operands, in order.
         is_number: whether it is computed once, and not for each element.
 
     Raises:

@@ -103,10 +103,8 @@ def collage_add_sums(table, programs, XBLOCK: tl.constexpr):
 def table_kernel(graph: Graph, width: int, device: torch.device) -> TableKernel:
     """Print the kernel of a rule over a table: Note [A kernel over a table].
 
-    Args:
-        graph: graph of the rule, of which the length is the first input if it is flat; it is edited.
-        width: elements per unit of length: 1, or the elements of a block; 0 for a rule of numbers alone.
-        device: the GPU.
+    The graph, which is edited, has the length as its first input if the rule is flat. ``width`` is the number
+    of elements per unit of length: 1, or the elements of a block; 0 for a rule of numbers alone.
 
     Raises:
         NoSpelling: Triton has no expression for an operation of the rule.

@@ -13,6 +13,15 @@ from torch._inductor.lowering import lowerings, register_lowering
 from torch._inductor.virtualized import V, ops
 from torch.utils._sympy.functions import FloorDiv
 
+aten = torch.ops.aten
+
+
+def _pointwise(like: Any, dtype: torch.dtype, element: Callable[..., Any]) -> Any:
+    """Make a tensor of the size and device of ``like``, computed element by element: ``element(index)``."""
+    return ir.Pointwise.create(
+        device=like.get_device(), dtype=dtype, inner_fn=element, ranges=list(like.get_size())
+    )
+
 
 def register_pointwise_lowering(
     operator: Any, element_function: Callable[..., Callable[[Sequence[Any]], Any]], *, dtype: torch.dtype
@@ -21,8 +30,8 @@ def register_pointwise_lowering(
 
     Args:
         operator: an overload of tensors of the same shape and constants.
-        element_function: ``(number of tensors, *constants) -> function of [values of the tensors]``, which
-            returns the value of the result for an element.
+        element_function: ``(*constants) -> function of [values of the tensors]``, which returns the value of
+            the result for an element.
         dtype: dtype of the result.
     """
 
@@ -30,36 +39,28 @@ def register_pointwise_lowering(
     def lowering(*arguments: Any) -> Any:
         tensors = [argument for argument in arguments if isinstance(argument, ir.TensorBox)]
         loads = [tensor.make_loader() for tensor in tensors]
-        compute = element_function(len(tensors), *arguments[len(tensors) :])
-        return ir.Pointwise.create(
-            device=tensors[0].get_device(),
-            dtype=dtype,
-            inner_fn=lambda index: compute([load(index) for load in loads]),
-            ranges=list(tensors[0].get_size()),
-        )
+        compute = element_function(*arguments[len(tensors) :])
+        return _pointwise(tensors[0], dtype, lambda index: compute([load(index) for load in loads]))
 
 
-def register_placed_lowering(
-    operator: Any, element_function: Callable[..., Any], *, dtype: torch.dtype
-) -> None:
-    """Lower ``operator(like, *numbers)`` to a computation from each element's index in memory.
+def register_placed_lowering(operator: Any, element_function: Callable[..., Any]) -> None:
+    """Lower ``operator(like, *numbers)`` to a computation of int32 from each element's index in memory.
 
     Args:
         operator: an overload of a tensor, of which only the layout is used, and 0-d tensors.
         element_function: ``(dtype of the index, index, *values of the numbers)`` -> value of the result for
             an element, in the dtype of the index.
-        dtype: dtype of the result.
     """
 
     @register_lowering(operator, type_promotion_kind=None)
     def lowering(like: Any, *numbers: Any) -> Any:
         loads = [number.make_loader() for number in numbers if number is not None]
         like.realize()  # without memory it has no strides
-        strides, device = like.get_stride(), like.get_device()
+        strides, is_on_cpu = like.get_stride(), like.get_device().type == "cpu"
 
         def element(index: Sequence[Any]) -> Any:
             place = sum((i * step for i, step in zip(index, strides, strict=True)), start=sympy.S.Zero)
-            if device.type == "cpu":
+            if is_on_cpu:
                 # A product that overflows int32 is undefined in C++: compilers may end the loop before.
                 position, kind = ops.index_expr(place, torch.int64), torch.int64
             else:
@@ -68,9 +69,9 @@ def register_placed_lowering(
                 position, kind = ops.index_expr(place, torch.int32), torch.int32
                 position = ops.to_dtype_bitcast(position, torch.int32, torch.int32)
             result = element_function(kind, position, *(load([]) for load in loads))
-            return result if kind is dtype else ops.to_dtype(result, dtype, src_dtype=kind)
+            return result if kind is torch.int32 else ops.to_dtype(result, torch.int32, src_dtype=kind)
 
-        return ir.Pointwise.create(device=device, dtype=dtype, inner_fn=element, ranges=list(like.get_size()))
+        return _pointwise(like, torch.int32, element)
 
 
 def register_block_lowerings(
@@ -102,18 +103,13 @@ def register_block_lowerings(
         like.realize()
         order = _memory_order(like)
         rows, blocks = like.get_size()[0], FloorDiv(_product(like.get_size()), block)
-        in_memory = lowerings[torch.ops.aten.permute.default](values, order)
-        by_block = lowerings[torch.ops.aten.view.default](in_memory, [blocks, block])
-        sizes = lowerings[torch.ops.aten.abs.default](by_block)
-        largest = lowerings[torch.ops.aten.amax.default](sizes, [1])
+        in_memory = lowerings[aten.permute.default](values, order)
+        by_block = lowerings[aten.view.default](in_memory, [blocks, block])
+        sizes = lowerings[aten.abs.default](by_block)
+        largest = lowerings[aten.amax.default](sizes, [1])
         load = largest.make_loader()
-        scales = ir.Pointwise.create(
-            device=values.get_device(),
-            dtype=torch.uint8,
-            inner_fn=lambda index: scale(load(index), signed),
-            ranges=[blocks],
-        )
-        return lowerings[torch.ops.aten.view.default](scales, [rows, FloorDiv(blocks, rows)])
+        scales = _pointwise(largest, torch.uint8, lambda index: scale(load(index), signed))
+        return lowerings[aten.view.default](scales, [rows, FloorDiv(blocks, rows)])
 
     def load_of_scale(scales: Any, like: Any) -> Callable[[Any], Any]:
         """Return a function that loads the scale of an element."""
@@ -123,7 +119,7 @@ def register_block_lowerings(
             load_row = scales.make_loader()
             return lambda index: load_row([index[0], sympy.S.Zero])
         number = FloorDiv(_product(size), block)
-        load = lowerings[torch.ops.aten.view.default](scales, [number]).make_loader()
+        load = lowerings[aten.view.default](scales, [number]).make_loader()
 
         def of_element(index: Any) -> Any:
             place = sum((i * step for i, step in zip(index, strides, strict=True)), start=sympy.S.Zero)
@@ -135,24 +131,18 @@ def register_block_lowerings(
     def codes_of(values: Any, scales: Any, phases: Any, like: Any, bits: int, signed: bool) -> Any:
         loads = values.make_loader(), load_of_scale(scales, like)
         phase = None if phases is None else phases.make_loader()
-        device = values.get_device()
-        return ir.Pointwise.create(
-            device=device,
-            dtype=dtype_of_codes[bits, signed],
-            inner_fn=lambda index: code(
-                *(load(index) for load in loads), phase and phase(index), bits, signed, device.type != "cpu"
-            ),
-            ranges=list(values.get_size()),
-        )
+        is_on_gpu = values.get_device().type != "cpu"
+
+        def element(index: Any) -> Any:
+            return code(*(load(index) for load in loads), phase and phase(index), bits, signed, is_on_gpu)
+
+        return _pointwise(values, dtype_of_codes[bits, signed], element)
 
     @register_lowering(values_operator, type_promotion_kind=None)
     def values_of(codes: Any, scales: Any, bits: int, signed: bool) -> Any:
         loads = codes.make_loader(), load_of_scale(scales, codes)
-        return ir.Pointwise.create(
-            device=codes.get_device(),
-            dtype=torch.float32,
-            inner_fn=lambda index: value(*(load(index) for load in loads), bits, signed),
-            ranges=list(codes.get_size()),
+        return _pointwise(
+            codes, torch.float32, lambda index: value(*(load(index) for load in loads), bits, signed)
         )
 
 
@@ -181,7 +171,7 @@ def pointwise_of(node: torch.fx.Node, values: Mapping[torch.fx.Node, Any]) -> An
         return ops.constant(args[-1], node.meta["val"].dtype)
     if name == "convert_element_type":
         return ops.to_dtype(values[tensors[0]], args[1], src_dtype=dtype)
-    if node.target is torch.ops.aten.view.dtype:
+    if node.target is aten.view.dtype:
         return ops.to_dtype_bitcast(values[tensors[0]], args[1], dtype)
     operands = [values[arg] if isinstance(arg, torch.fx.Node) else ops.constant(arg, dtype) for arg in args]
     if name == "addcmul":
