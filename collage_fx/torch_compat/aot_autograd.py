@@ -16,6 +16,8 @@ from torch._functorch._aot_autograd.descriptors import (
 )
 from torch._guards import TracingContext
 
+from collage_fx.torch_compat.tensors import SET_GRAD_ENABLED
+
 _SCHEMAS = "torch._functorch._aot_autograd.schemas"
 
 RELIED_ON = (
@@ -52,11 +54,8 @@ def needs_autograd(gm: torch.fx.GraphModule, example_inputs: Sequence[Any]) -> b
     through ``.data`` of a parameter, the style of most optimizers without ``torch.no_grad``.
     """
     results = [n for n in gm.graph.output_node().all_input_nodes if n.op not in ("placeholder", "get_attr")]
-    inputs = [
-        value
-        for value in (*gm.parameters(), *gm.buffers(), *example_inputs)
-        if isinstance(value, torch.Tensor)
-    ]
+    values = (*gm.parameters(), *gm.buffers(), *example_inputs)
+    inputs = [value for value in values if isinstance(value, torch.Tensor)]
     return torch.is_grad_enabled() and (
         any(getattr(node.meta.get("example_value"), "requires_grad", False) for node in results)
         or any(value.requires_grad and not value.is_leaf for value in inputs)
@@ -69,9 +68,8 @@ def remove_gradient_modes(gm: torch.fx.GraphModule) -> None:
     ``torch.nn.init`` leaves them in a step without ``torch.no_grad``. AOTAutograd runs the graph, and would
     go on with gradients enabled, as for a graph that has a backward pass.
     """
-    for node in list(gm.graph.nodes):
-        if getattr(node.target, "__name__", "") == "_set_grad_enabled":
-            gm.graph.erase_node(node)
+    for node in gm.graph.find_nodes(op="call_function", target=SET_GRAD_ENABLED):
+        gm.graph.erase_node(node)
     gm.recompile()
 
 
@@ -100,8 +98,7 @@ def aot_input_of(
 
 def inputs_written() -> list[int]:
     """Return the indices of the inputs whose values a graph changes, while AOTAutograd compiles it."""
-    context = TracingContext.try_get()
-    found = None if context is None else context.fw_metadata
+    found = getattr(TracingContext.try_get(), "fw_metadata", None)
     return [] if found is None else [i for i, info in enumerate(found.input_info) if info.mutates_data]
 
 
@@ -114,8 +111,7 @@ def versions_to_increment() -> list[int] | None:
         the indices of the inputs. None if the wrapper does more: if a result aliases an input, or if the
         graph changes an input's metadata, or if it leaves a mutation to the wrapper.
     """
-    context = TracingContext.try_get()
-    found = None if context is None else context.fw_metadata
+    found = getattr(TracingContext.try_get(), "fw_metadata", None)
     if found is None or found.num_intermediate_bases or found.num_mutated_inp_runtime_indices:
         return None
     changed = (info.mutates_metadata or info.mutation_inductor_storage_resize for info in found.input_info)

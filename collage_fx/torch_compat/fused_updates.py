@@ -54,10 +54,7 @@ def trace_unfused(is_ours: Callable[[], bool]) -> None:
     """Make Dynamo trace ``fused=True`` as ``fused=False``; call once per process.
 
     A function for which other code has registered a substitute keeps it: then a fused step of its class is
-    refused because of its graph break.
-
-    Args:
-        is_ours: function that returns whether the step being traced is compensated.
+    refused because of its graph break. ``is_ours`` tells whether the step being traced is compensated.
     """
     is_constant = torch.compiler.assume_constant_result(is_ours)
     for update in OPERATORS.values():
@@ -93,13 +90,7 @@ def fused_operator(called: Any) -> str | None:
 
 
 def run_unfused(name: str, lists: Iterable[list[Any]], options: dict[str, Any]) -> None:
-    """Compute the update of a fused operator with elementary operations.
-
-    Args:
-        name: name of the operator.
-        lists: its positional arguments: parameters, gradients and their state.
-        options: its keyword arguments.
-    """
+    """Compute the update of a fused operator with elementary operations, given the operator's arguments."""
     update, options = OPERATORS[name], dict(options)
     params, grads, *state = lists
     if update is not sgd:  # both the caller and the function increment the step counts
@@ -118,7 +109,8 @@ def _run_scaled(update: Callable[..., None], lists: Sequence[list[Any]], options
     """Run an update with ``fused=False``, and the work that a loss scaler leaves to fused optimizers."""
     grad_scale, found_inf = options.get("grad_scale"), options.get("found_inf")
     options = {**options, "fused": False, "grad_scale": None, "found_inf": None}
-    kept = [] if found_inf is None else [[_copy(value) for value in values] for values in lists]
+    restored = () if found_inf is None else lists
+    kept = [[None if each is None else each.clone() for each in values] for values in restored]
     if grad_scale is not None:
         for grad in lists[1]:
             grad.div_(grad_scale.to(grad.device))
@@ -127,7 +119,9 @@ def _run_scaled(update: Callable[..., None], lists: Sequence[list[Any]], options
         for values, old_values in zip(lists, kept, strict=True):
             for i, (value, old) in enumerate(zip(values, old_values, strict=True)):
                 if value is not None:
-                    values[i] = _unless(found_inf, value, old)
+                    is_skipped = found_inf.to(value.device) != 0
+                    unchanged = torch.zeros_like(value) if old is None else old
+                    values[i] = value.copy_(torch.where(is_skipped, unchanged, value))
 
 
 def _run_in_one_dtype(
@@ -157,13 +151,3 @@ def _widest(row: Sequence[Tensor | None]) -> torch.dtype:
 def _converted(value: Tensor | None, dtype: torch.dtype) -> Tensor | None:
     """Return a tensor in a dtype: itself, if it has the dtype."""
     return value if value is None or value.dtype is dtype else value.to(dtype)
-
-
-def _copy(value: Tensor | None) -> Tensor | None:
-    return None if value is None else value.clone()
-
-
-def _unless(found_inf: Tensor, value: Tensor, old: Tensor | None) -> Tensor:
-    """Return a tensor's value after the update: its old value, or zero, if the step is skipped."""
-    is_skipped = found_inf.to(value.device) != 0
-    return value.copy_(torch.where(is_skipped, torch.zeros_like(value) if old is None else old, value))

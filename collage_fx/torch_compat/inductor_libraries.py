@@ -26,7 +26,6 @@ class CFunction:
     """Compiled C++ function whose arguments are addresses and 64-bit integers.
 
     Attributes:
-        address: address of the function.
         arguments: for each argument, the index of the value to pass; for a tensor its address is passed.
         library: the library, which must stay loaded.
     """
@@ -50,9 +49,7 @@ def load_cpp_library(source: str, flags: Sequence[str] = ()) -> ctypes.CDLL:
     library of their own if their processors have other instructions. Inductor itself tests first which
     vectors its own C++ can be compiled for. That takes longer than all our kernels, which do not need it.
 
-    Args:
-        source: C++ source.
-        flags: additional flags of the compiler, after Inductor's.
+    ``flags`` are given to the compiler after Inductor's.
 
     Raises:
         torch._inductor.exc.CppCompileError: the compiler refuses the source.

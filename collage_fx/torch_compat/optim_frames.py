@@ -139,8 +139,6 @@ class RunningCall(NamedTuple):
 
     Attributes:
         compiler: object that identifies the call of ``torch.compile``.
-        name: name of its function.
-        arguments: arguments of the call.
         cleanups: functions that are called, the last one last, when it ends.
         has_returned: returns, in them, whether it ends without an exception.
     """

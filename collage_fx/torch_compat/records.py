@@ -14,8 +14,6 @@ from typing import Any, TypeVar
 
 from torch.utils.weak import WeakIdKeyDictionary
 
-__all__ = ["all_of", "clear", "drop", "find", "has", "of", "put"]
-
 Part = TypeVar("Part")
 
 #: Class of a part -> object -> its part.
