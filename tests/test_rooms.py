@@ -625,7 +625,6 @@ TABLES = {
     ("clock.py", "is_taken"): "of a thread: who shows how long something takes",
     ("runtime/step.py", "STAND_INS"): "of a thread: what stands for absent gradients now",
     ("torch_compat/inductor.py", "_generated"): "of a thread: code that Inductor writes now",
-    ("torch_compat/patch_numbers.py", "_within_power"): "of a thread: what Dynamo traces now",
     ("torch_compat/patch_optimizers.py", "tracing_whole"): "of a thread: how Dynamo traces now",
     ("torch_compat/patching.py", "_entered"): "of a thread: patches that it has entered",
     ("torch_compat/patching.py", "_layers"): "what this package has replaced in torch",

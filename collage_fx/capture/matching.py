@@ -57,7 +57,7 @@ from collage_fx.capture.recorder import Recorder
 from collage_fx.capture.segment import UNREFERENCED, Deferred, RecordedFunction, Segment, Spec, is_whole, real
 from collage_fx.graph import is_matrix_product
 from collage_fx.state import has_error_terms, records_version
-from collage_fx.torch_compat import fused_operator, has_storage, is_wrapper_class, run_unfused, storage_of
+from collage_fx.torch_compat import fused_operator, has_storage, is_wrapper, run_unfused, storage_of
 
 
 class Matcher(TorchFunctionMode):
@@ -568,7 +568,7 @@ class Matcher(TorchFunctionMode):
                 if not self._recorder.segment.has(value):
                     raise Unmatchable
                 return Value(value.value)
-            if is_wrapper_class(kind) or not has_storage(value):
+            if is_wrapper(kind) or not has_storage(value):
                 raise Unmatchable
             return Given(self._meet(value))
         if kind is float or kind is int:

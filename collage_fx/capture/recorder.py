@@ -65,7 +65,7 @@ from collage_fx.torch_compat import (
     base_of,
     compile_lock,
     is_held_by_torch,
-    is_wrapper_class,
+    is_wrapper,
     pytree,
     records,
     storage_of,
@@ -202,7 +202,7 @@ class Recorder(TorchDispatchMode):
 
     def _dispatched(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
         """Execute or record an operation."""
-        if any(map(is_wrapper_class, types)):
+        if any(map(is_wrapper, types)):
             return NotImplemented  # its class calls operators on the tensors inside, which are recorded
         kwargs = kwargs or {}
         signature = signature_of(func)

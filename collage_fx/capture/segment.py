@@ -70,7 +70,8 @@ class Deferred(Tensor):
     @staticmethod
     def of(spec: Spec, value: int) -> Deferred:
         """Make a deferred tensor."""
-        deferred = cast(Deferred, wrapper_subclass(Deferred, *spec))
+        size, stride, dtype, device = spec
+        deferred: Deferred = wrapper_subclass(Deferred, size, strides=stride, dtype=dtype, device=device)
         deferred.spec = spec
         deferred.value = value
         return deferred
@@ -403,7 +404,8 @@ class RecordedFunction:
         if self.is_together:
             values = self._segment.values
             made = [*nodes.items(), *zip(self.kept, targets, strict=True)]
-            examples: dict[Node, Any] = {node: scope.like(values[value].spec) for value, node in made}
+            with scope.fake_mode:
+                examples: dict[Node, Any] = {node: values[value].spec.empty() for value, node in made}
             examples |= zip(read.values(), scope.numbers, strict=True)
             for node in graph.nodes:  # an operator that writes returns its first operand
                 examples.setdefault(node, examples.get(next(iter(node.all_input_nodes), node)))

@@ -12,16 +12,17 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 
 from collage_fx.graph import device_facts
 from collage_fx.numerics import is_low_precision
 from collage_fx.state import has_error_terms, packed_format
-from collage_fx.torch_compat import ThinnedLists, TracedRows, local_tensor, sharding_of
+from collage_fx.torch_compat import ThinnedLists, local_tensor, sharding_of
 
 
 def rows_to_trace(
-    rows: Sequence[tuple[Any, ...]], *, come_and_go: bool = False, packs: bool = False
-) -> TracedRows | None:
+    optimizer: Optimizer, rows: tuple[tuple[Any, ...], ...], *, come_and_go: bool, packs: bool
+) -> ThinnedLists | None:
     """Choose two rows of each layout, among the lists that a step loops over.
 
     If ``come_and_go``, a row may lack a gradient in some steps; if ``packs``, state of float32 parameters may
@@ -40,7 +41,9 @@ def rows_to_trace(
     for i, row in enumerate(rows):
         alike[tuple(map(layout_of, row))].append(i)
     kept = sorted(i for same in alike.values() for i in same[:2])
-    return TracedRows(kept, come_and_go) if come_and_go or len(kept) < len(rows) else None
+    if not come_and_go and len(kept) == len(rows):
+        return None
+    return ThinnedLists(optimizer, rows, kept, come_and_go)
 
 
 #: Position of a tensor in the lists that a step loops over: (set of lists, list in the set, row).

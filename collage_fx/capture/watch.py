@@ -53,7 +53,7 @@ from __future__ import annotations
 import inspect
 import logging
 from collections import Counter
-from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -134,7 +134,7 @@ from collage_fx.torch_compat import (
     Place,
     RunEagerly,
     RunRecorded,
-    TracedRows,
+    ThinnedLists,
     TraceWhole,
     Watch,
     backend_being_traced_for,
@@ -147,7 +147,6 @@ from collage_fx.torch_compat import (
     current_trace,
     drop_code,
     dynamo_recompile_limit,
-    handle_stances,
     has_foreign_step,
     is_being_stepped,
     is_class_traced,
@@ -245,9 +244,10 @@ def start_watch() -> None:
             _rows_to_trace,
             _has_updates_of_concern,
             SETTINGS,
+            is_recording,
+            _before_call,
         )
     )
-    handle_stances(Request.of, is_recording, _before_call)
     before_eager_steps(_before_eager_step)
 
 
@@ -308,13 +308,13 @@ def _record_if_classes_matter(optimizer: Optimizer, request: Request) -> None:
     raise_or_warn(optimizer, refusal, strict=request.strict)
 
 
-def _rows_to_trace(optimizer: Optimizer, rows: Sequence[tuple[Any, ...]]) -> TracedRows | None:
+def _rows_to_trace(optimizer: Optimizer, rows: tuple[tuple[Any, ...], ...]) -> ThinnedLists | None:
     """Choose the rows of an optimizer's lists that Dynamo is to trace; None for all."""
     request = _request_now()
     traced = None
     if request is not None and (options := request.backend.options).not_by_family() is None:
         come_and_go = has_stand_ins(optimizer) or members_come_and_go(optimizer)
-        traced = rows_to_trace(rows, come_and_go=come_and_go, packs=options.packs)
+        traced = rows_to_trace(optimizer, rows, come_and_go=come_and_go, packs=options.packs)
     if traced is None and has_stand_ins(optimizer):
         give_up_rows(optimizer)
         forget_new_state(optimizer)

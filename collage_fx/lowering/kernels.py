@@ -42,7 +42,6 @@ from collage_fx.torch_compat import (
     generated_code,
     inductor_config,
     innermost_callable,
-    is_refused_by_compiler,
     launches_of,
     load_cpp_library,
     note_generated_code,
@@ -95,8 +94,7 @@ def compile_rule(rule: Rule) -> Kernel | Reason:
     if rule.columns or isinstance(found, Kernel):
         return found
     if not rule.is_tabled and has_products_alone(rule):
-        scope = SymbolicScope()
-        with scope:
+        with SymbolicScope() as scope:
             call = called_products(graph_of(rule, scope, HINT))
         return Kernel(call, device=rule.device, reasons=(("in one call for all tensors", found),))
     return _compiled(rule, found)
@@ -107,8 +105,7 @@ def printed(rule: Rule) -> Kernel | Reason:
     if not rule.independent:
         why = "it is neither elementwise in one layout nor of numbers alone, or may raise"
         return Reason(why, rule.operations)
-    scope = SymbolicScope()
-    with scope:
+    with SymbolicScope() as scope:
         gm = graph_of(rule, scope, HINT)
         inputs = [node.meta["val"] for node in placeholders(gm.graph)]
         try:
@@ -141,7 +138,7 @@ def _loaded(rule: Rule, source: str, inputs: Sequence[Any]) -> Kernel | Reason:
         with inductors_faults():
             library = load_cpp_library(source, FLAGS)
     except InductorFault as fault:
-        if is_refused_by_compiler(fault) and fault_of_library() is None:
+        if fault.is_by_compiler and fault_of_library() is None:
             raise FailedLoweringError(
                 f"the C++ that collage_fx has printed is not compiled: {fault}",
                 where=rule.operations,
@@ -205,8 +202,7 @@ def _compiled(rule: Rule, no_table: Reason) -> Kernel | Reason:
         settings.update(INLINED)
     if rule.is_tabled:
         settings["combo_kernels"] = False
-    scope = SymbolicScope()
-    with scope:
+    with SymbolicScope() as scope:
         made = _by_inductor(rule, graph_of(rule, scope, HINT), no_table, settings)
     if isinstance(made, Reason):
         return made
@@ -246,8 +242,7 @@ def _stackable(rule: Rule, no_table: Reason) -> Stackable | None:
 
 def _compiled_for_stacks(rule: Rule, why: Reason, stacked: tuple[bool, ...]) -> Kernel | Reason:
     """Compile the kernel of a rule for stacks of its tensors with Inductor."""
-    scope = SymbolicScope()
-    with scope:
+    with SymbolicScope() as scope:
         gm, most = stacked_graph(rule, scope, stacked)
         made = _by_inductor(rule, gm, why, {})
     if isinstance(made, Reason):

@@ -99,7 +99,7 @@ def _value_of_input(
     rule: Rule, layout: tuple[Any, ...], scope: SymbolicScope, name: str, sizes: Mapping[Symbol, Any]
 ) -> Any:
     if len(layout) == 1:
-        return scope.number(name, layout[0])
+        return scope.number(name, 3 if layout[0] is torch.SymInt else 0.3)
     dtype, device, *size_and_stride = layout
     if rule.independent and not layout[2]:
         device = rule.device  # where a number of the host is by then

@@ -28,7 +28,6 @@ try:
         remove_gradient_modes,
         versions_to_increment,
     )
-    from collage_fx.torch_compat.dynamo_counts import conversions, drop_code, forget_counts, recompile_reasons
     from collage_fx.torch_compat.dynamo_trace import (
         ConvertAgain,
         Refused,
@@ -38,8 +37,12 @@ try:
         WeakBackend,
         backend_being_traced_for,
         backend_within,
+        conversions,
         current_trace,
+        drop_code,
+        forget_counts,
         is_in_dynamo,
+        recompile_reasons,
         traced_frame_name,
         traced_frame_variables,
     )
@@ -68,7 +71,6 @@ try:
         inductor_compile_inner,
         inductor_faults,
         innermost_callable,
-        is_refused_by_compiler,
         mode_options,
         note_generated_code,
     )
@@ -115,7 +117,6 @@ try:
         compile_lock,
         compiling,
         dynamo_recompile_limit,
-        handle_stances,
         is_compiling_forbidden,
         watch_conversions,
     )
@@ -125,7 +126,6 @@ try:
     from collage_fx.torch_compat.patch_optimizers import (
         Place,
         ThinnedLists,
-        TracedRows,
         is_traced_whole,
         restore_capturable,
         thinned_lists,
@@ -154,7 +154,6 @@ try:
         is_flattened,
         is_held_by_torch,
         is_wrapper,
-        is_wrapper_class,
         local_tensor,
         metadata_check,
         offsets_of_shard,

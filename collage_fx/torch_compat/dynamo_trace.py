@@ -1,4 +1,4 @@
-"""Dynamo's current trace, its backend, and exceptions that redirect it.
+"""Dynamo's current trace, its backend, exceptions that redirect it, and its records of earlier conversions.
 
 Rests on Dynamo's translator (``torch._dynamo.symbolic_convert``) and on its wrappers around a backend.
 """
@@ -9,11 +9,12 @@ import inspect
 import sys
 import weakref
 from collections.abc import Callable
-from types import FrameType, FunctionType, TracebackType
+from types import CodeType, FrameType, FunctionType, TracebackType
 from typing import Any
 
 from torch import optim
 from torch._dynamo import config as dynamo_config
+from torch._dynamo import eval_frame, utils
 from torch._dynamo.exc import ShortenTraceback
 from torch._dynamo.symbolic_convert import InstructionTranslator
 from torch._guards import CompileContext
@@ -25,6 +26,8 @@ RELIED_ON = (
     "torch._dynamo.output_graph:OutputGraph has compiler_fn, root_tx",
     "torch:_TorchCompileWrapper has compiler_fn, kwargs",
     "torch._dynamo.exc:ShortenTraceback.remove_dynamo_frames",
+    "torch._dynamo:utils has clear_compilation_metrics, get_compilation_metrics",
+    "torch._dynamo:eval_frame has reset_code",
 )
 
 
@@ -66,6 +69,25 @@ def backend_being_traced_for() -> tuple[Any, dict[str, Any]]:
     """Return ``(backend, keywords)`` of the current trace; ``(None, {})`` outside of Dynamo."""
     output = output_being_traced()
     return (None, {}) if output is None else backend_within(output.compiler_fn)
+
+
+#: Function that forgets the conversions so far.
+forget_counts = utils.clear_compilation_metrics
+
+
+def conversions() -> int:
+    """Return the number of conversions so far."""
+    return len(utils.get_compilation_metrics())
+
+
+def recompile_reasons() -> list[str]:
+    """Return the reason of each repeated conversion of the same function."""
+    reasons = (metrics.recompile_reason for metrics in utils.get_compilation_metrics())
+    return [reason for reason in reasons if reason]
+
+
+#: Function that drops everything that code has been converted to: its next call is converted again.
+drop_code: Callable[[CodeType], None] = eval_frame.reset_code
 
 
 class WeakBackend:
@@ -162,8 +184,7 @@ def _statement_being_traced(error: Exception) -> str:
 class RunEagerly(ShortenTraceback):
     """Exception within a conversion: Python runs the function unchanged, without compiled code.
 
-    Attributes:
-        always: whether the function is never to be converted, for anyone.
+    If ``always``, the function is never converted again, for anyone.
     """
 
     def __init__(self, *, always: bool = False) -> None:
@@ -172,11 +193,7 @@ class RunEagerly(ShortenTraceback):
 
 
 class RunRecorded(RunEagerly):
-    """Exception within a conversion: Python runs the function unchanged, and all functions that it calls.
-
-    Attributes:
-        begin: function to call before.
-    """
+    """Exception within a conversion: ``begin`` is called, then Python runs the function and its callees."""
 
     def __init__(self, begin: Callable[[], None]) -> None:
         super().__init__()

@@ -86,9 +86,10 @@ class SymbolicScope:
         self._has_symbols = False
         self._stack = contextlib.ExitStack()
 
-    def __enter__(self) -> None:
+    def __enter__(self) -> SymbolicScope:
         self._stack.enter_context(unset_fake_temporarily())
         self._stack.enter_context(tracing(TracingContext(self.fake_mode)))
+        return self
 
     def __exit__(self, *exception: object) -> None:
         self._stack.close()
@@ -101,11 +102,7 @@ class SymbolicScope:
             self.shape_env.constrain_symbol_range(symbol, 2, most)
         return self.shape_env.create_symintnode(symbol, hint=hint, source=source)
 
-    def number(self, name: str, kind: type) -> Any:
-        """Make a symbolic number of any value; ``kind`` is ``torch.SymInt`` or ``torch.SymFloat``."""
-        return self._like_number(name, 3 if kind is torch.SymInt else 0.3)
-
-    def _like_number(self, name: str, hint: Any) -> Any:
+    def number(self, name: str, hint: Any) -> Any:
         """Make a symbolic number of the kind of ``hint``, which is its value while a graph is traced."""
         source, env = ConstantSource(name), self.shape_env
         symbol = env.create_unspecified_symbol(hint, source, DimDynamic.DYNAMIC)
@@ -121,7 +118,7 @@ class SymbolicScope:
         """
         name = f"input{len(self._inputs)}"
         if isinstance(value, int):
-            self._inputs.append(self._like_number(name, value))
+            self._inputs.append(self.number(name, value))
             return self._inputs[-1]
         if is_float := isinstance(value, float):
             value = torch.tensor(value, dtype=torch.float64)
@@ -135,11 +132,6 @@ class SymbolicScope:
             self.numbers.append(number)
         self._inputs.append(number if is_float else fake)
         return value
-
-    def like(self, spec: Any) -> torch.Tensor:
-        """Return a fake tensor; ``spec`` has a method ``empty`` that makes a tensor of its layout."""
-        with self.fake_mode:
-            return spec.empty()
 
     def guard(self) -> Callable[[Sequence[Any]], bool] | None:
         """Return a function that tests whether a list of inputs satisfies all guards; None without guards."""

@@ -133,12 +133,14 @@ class InductorFault(Exception):
 
     Attributes:
         ours: file, line and function of this package that raised the error; empty if Inductor raised it.
+        is_by_compiler: whether a working C++ compiler found the error in its source.
     """
 
     def __init__(self, error: Exception) -> None:
         said = str(error).strip().splitlines() or [""]
         super().__init__(f"{type(error).__name__}: {said[0]}")
         self.ours = _ours(error)
+        self.is_by_compiler = isinstance(error, CppCompileError)
 
 
 @contextlib.contextmanager
@@ -148,11 +150,6 @@ def inductor_faults() -> Iterator[None]:
         yield
     except Exception as error:
         raise InductorFault(error) from error
-
-
-def is_refused_by_compiler(fault: InductorFault) -> bool:
-    """Return whether a fault is an error that a working C++ compiler found in its source."""
-    return isinstance(fault.__cause__, CppCompileError)
 
 
 def _ours(error: BaseException) -> str:

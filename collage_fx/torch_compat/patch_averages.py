@@ -28,6 +28,7 @@ AVERAGES = Patch(
     target="torch.optim.swa_utils:AveragedModel.update_parameters(self, model)",
     why="AveragedModel stores averages in a function that Dynamo compiles, so with error terms",
     waits_for="an AveragedModel that stores each average in one function, also on the CPU and the first time",
+    during="the process",
     affects="everybody",
     relies_on=("torch.optim.swa_utils:AveragedModel has avg_fn, multi_avg_fn",),
 )

@@ -58,6 +58,7 @@ CONVERSIONS = Patch(
     target="torch._dynamo.convert_frame:convert_frame_assert(compiler_fn)",
     why="this backend is called before and after Dynamo converts a function for it",
     waits_for="hooks of a backend before and after Dynamo converts a frame for it",
+    during="the process",
     relies_on=(
         "torch._dynamo.convert_frame:ConvertFrameAssert.__call__(self, frame) has apply_to_code",
         "torch._dynamo.convert_frame:ConvertFrameAssert.__call__ has _nonrecursive_disable_wrapper_code",
@@ -76,7 +77,6 @@ FRAMES = Patch(
     target="torch._dynamo.convert_frame:has_tensor_in_frame",
     why="methods of optimizers are compiled even if Dynamo sees no tensor in their variables",
     waits_for="an option of a backend to convert frames in which Dynamo sees no tensor",
-    during="conversions",
     relies_on=("torch._dynamo.convert_frame:ConvertFrameAssert.__call__ has has_tensor_in_frame",),
 )
 
@@ -85,7 +85,6 @@ TEXTS = Patch(
     target="torch:Tensor.__repr__(self)",
     why="texts of guards do not contain elements of tensors, which would be copied from a GPU one by one",
     needed_for="speed",
-    during="conversions",
     until=(2, 13),
 )
 
@@ -94,6 +93,7 @@ COMPILED_CALLS = Patch(
     target="torch._dynamo.eval_frame:_callback_from_stance(callback) has fail_callback",
     why="steps are compensated under any stance of torch, also after a program has replaced state",
     waits_for="a way for a backend to refuse torch.compiler.set_stance",
+    during="the process",
     affects="everybody",
 )
 
@@ -125,6 +125,8 @@ class Watch:
         rows_to_trace: see :func:`thinning_lists`.
         is_of_concern: called with ``(request, optimizer)``; returns whether its updates are to be rewritten.
         settings: Dynamo's configuration during a conversion.
+        is_recording: returns whether this thread records a step.
+        before_call: called with ``(compiler)`` before each call of a compiled function.
     """
 
     is_watched: Callable[[Any], bool]
@@ -139,6 +141,8 @@ class Watch:
     rows_to_trace: Thin
     is_of_concern: Callable[[Any, Optimizer], bool]
     settings: dict[str, Any]
+    is_recording: Callable[[], bool]
+    before_call: Callable[[Any], None]
 
 
 def watch_conversions(watch: Watch) -> None:
@@ -146,8 +150,8 @@ def watch_conversions(watch: Watch) -> None:
 
     If a callback, or the backend during a conversion, raises :class:`RunEagerly`, Python runs the frame; if
     it raises :class:`ConvertAgain`, the conversion starts again. The callbacks are called once per
-    compilation of a frame, so they cost nothing in compiled calls. A second call of this function replaces
-    the first.
+    compilation of a frame, so they cost nothing in compiled calls; but for ``is_recording`` and
+    ``before_call``. A second call of this function replaces the first.
     """
 
     def watched(convert: Callable[..., Any], frame: Any, *args: Any, **kwargs: Any) -> Any:
@@ -212,6 +216,7 @@ def watch_conversions(watch: Watch) -> None:
         return convert_frame_assert
 
     CONVERSIONS.install(converting)
+    COMPILED_CALLS.install(functools.partial(_deciding, watch))
 
 
 class _Watched:
@@ -375,15 +380,11 @@ def is_compiling_forbidden() -> bool:
     return bool(dynamo_config.disable) or COMPILED_CALLS.replaced(unchanged) is not unchanged
 
 
-def handle_stances(
-    compensates: Callable[[Any, dict[str, Any]], object],
-    is_recording: Callable[[], bool],
-    before_call: Callable[[Any], None],
-) -> None:
-    """Decide from now on whether Dynamo handles a call of a function that ``torch.compile`` returned.
+def _deciding(watch: Watch, original: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """Decide whether Dynamo handles a call of a function that ``torch.compile`` returned.
 
-    Otherwise the original function runs, and an optimizer's step hooks take care of the step. A second call
-    of this function replaces the first. Dynamo handles a call as follows:
+    Otherwise the original function runs, and an optimizer's step hooks take care of the step. Dynamo handles
+    a call as follows:
 
     - While this thread records a step: not.
     - Stances that forbid compiling, and ``TORCH_COMPILE_DISABLE``: not for a backend that compensates. Dynamo
@@ -393,39 +394,31 @@ def handle_stances(
       a step calls after its hooks, because then the step can no longer be taken in another way.
     - ``"eager_then_compile"``: the first call is compiled.
     - ``"fail_on_recompile"``: as in torch.
-
-    Args:
-        compensates: function ``(backend, keywords)``; its result is true if the backend compensates.
-        is_recording: function that returns whether this thread records a step.
-        before_call: function ``(compiler)``, called before each call. The compiler is the object that
-            identifies a call of ``torch.compile`` in :class:`Watch`.
     """
     # Since torch 2.13, fullgraph=True counts compiled frames; a negative count means "do not count".
     count_compiled = getattr(eval_frame, "set_fullgraph_compiled_frame_count", lambda count: None)
 
-    def deciding(original: Callable[[Any], Any]) -> Callable[[Any], Any]:
-        def callback_from_stance(callback: Any) -> Any:
-            if is_recording():
-                count_compiled(-1)
-                return None
-            if not callback:
-                return original(callback)
-            before_call(compiler_within(callback))
-            chosen = original(callback)
-            if chosen is callback and not dynamo_config.disable:
-                return chosen
-            if not compensates(*backend_within(callback)):
-                return chosen
-            if chosen is False:
-                return _Watched(callback, _converting_within_steps)
-            if chosen is None or chosen is callback or not compensates(*backend_within(chosen)):
-                count_compiled(-1)
-                return None
-            return chosen if chosen.__name__ == "fail_callback" else callback
+    def callback_from_stance(callback: Any) -> Any:
+        if watch.is_recording():
+            count_compiled(-1)
+            return None
+        if not callback:
+            return original(callback)
+        watch.before_call(compiler_within(callback))
+        chosen = original(callback)
+        if chosen is callback and not dynamo_config.disable:
+            return chosen
+        if watch.request_of(*backend_within(callback)) is None:
+            return chosen
+        if chosen is False:
+            return _Watched(callback, _converting_within_steps)
+        is_forbidden = chosen is None or chosen is callback
+        if is_forbidden or watch.request_of(*backend_within(chosen)) is None:
+            count_compiled(-1)
+            return None
+        return chosen if chosen.__name__ == "fail_callback" else callback
 
-        return callback_from_stance
-
-    COMPILED_CALLS.install(deciding)
+    return callback_from_stance
 
 
 def _converting_within_steps(convert: Callable[..., Any], frame: Any, *args: Any, **kwargs: Any) -> Any:

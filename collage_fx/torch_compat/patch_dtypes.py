@@ -32,7 +32,6 @@ GRADIENT_DTYPES = Patch(
     target="torch._subclasses.fake_tensor:FakeTensorMode.from_tensor(self, tensor)",
     why="a step may have gradients of another dtype than its parameters: Tensor.grad_dtype",
     waits_for="a fix in torch: fake tensors get grad_dtype before they get their gradient",
-    during="conversions",
 )
 
 AVERAGES_OF_DTYPES = Patch(
@@ -40,7 +39,6 @@ AVERAGES_OF_DTYPES = Patch(
     target="torch._dynamo.symbolic_convert:InstructionTranslatorBase.call_function(self, fn, args, kwargs)",
     why="moving averages may have another dtype than gradients, which lerp alone refuses",
     waits_for="Tensor.lerp with operands of several dtypes, as other operations have",
-    during="conversions",
     relies_on=(
         "torch._dynamo.symbolic_convert:InstructionTranslatorBase.push(self, val)",
         "torch._dynamo.variables.misc:GetAttrVariable has obj, name",
@@ -86,7 +84,7 @@ def _with_ends_of_one_dtype(call_function: Callable[..., None]) -> Callable[...,
                 start, end = (_converted(self, each, dtype) for each in (start, end))
                 self.push(start.call_method(self, name, [end, *args[1:]], kwargs))
                 return
-        if _is_lerp_of_lists(fn):
+        if getattr(getattr(fn, "value", None), "__name__", "") == "_foreach_lerp_":
             named = (kwargs[each] for each in ("self", "tensors1", "weight", "weights") if each in kwargs)
             starts, ends, weight = (each.realize() for each in (*args, *named))
             if not (weight.is_tensor() or isinstance(weight, type(ends)) or _is_below_half(weight)):
@@ -97,11 +95,6 @@ def _with_ends_of_one_dtype(call_function: Callable[..., None]) -> Callable[...,
         call_function(self, fn, args, kwargs)
 
     return called
-
-
-def _is_lerp_of_lists(function: Any) -> bool:
-    """Return whether a function that Dynamo traces is ``torch._foreach_lerp_``."""
-    return getattr(getattr(function, "value", None), "__name__", "") == "_foreach_lerp_"
 
 
 def _is_below_half(weight: Any) -> bool:

@@ -29,7 +29,6 @@ GRAPH_BREAKS = Patch(
     ),
     why="a graph break in an optimizer's update is reported before anything runs",
     waits_for="a hook of a backend before a graph is broken",
-    during="conversions",
     relies_on=(
         "torch._dynamo.exc:Unsupported has gb_type, msg, real_stack",
         "torch._dynamo.symbolic_convert:InstructionTranslatorBase has f_code, f_locals, output",

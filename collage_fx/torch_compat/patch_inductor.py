@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 from collage_fx.torch_compat.patching import Patch
@@ -64,21 +65,11 @@ def _rounding_products(original: Callable[..., Any]) -> Callable[..., Any]:
 
 def _deferring(original: Callable[..., Any]) -> Callable[..., Any]:
     def triton(self: Any, kernel_name: str, source_code: str, device_str: str = "cuda") -> Any:
-        return _Deferred(functools.partial(original, self, kernel_name, source_code, device_str))
+        @functools.cache
+        def kernel() -> Any:
+            made = original(self, kernel_name, source_code, device_str)
+            return made.result() if hasattr(made, "result") else made
+
+        return SimpleNamespace(run=lambda *arguments, **named: kernel().run(*arguments, **named))
 
     return triton
-
-
-class _Deferred:
-    """Kernel of Inductor that is compiled when it is first run."""
-
-    def __init__(self, compile_: Callable[[], Any]) -> None:
-        self._compile = compile_
-
-    @functools.cached_property
-    def _kernel(self) -> Any:
-        kernel = self._compile()
-        return kernel.result() if hasattr(kernel, "result") else kernel
-
-    def run(self, *arguments: Any, **named: Any) -> Any:
-        return self._kernel.run(*arguments, **named)

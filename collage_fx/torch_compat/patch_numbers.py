@@ -6,7 +6,6 @@ import contextlib
 import math
 import sys
 from collections.abc import Callable, Iterator
-from contextvars import ContextVar
 from typing import Any
 
 import torch
@@ -23,7 +22,6 @@ POWERS = Patch(
     why="math.pow of a changing number is traced; Dynamo would make the number a constant",
     waits_for="math.pow of a symbolic float, traced by Dynamo like **",
     needed_for="speed",
-    during="conversions",
     relies_on=(
         "torch._dynamo.symbolic_convert:InstructionTranslatorBase.inline_user_function_return(self, fn)",
         "torch._dynamo.variables.base:VariableTracker.build(tx, value)",
@@ -36,7 +34,6 @@ SCALARS = Patch(
     target="torch._dynamo.variables.builder:VariableBuilder._wrap(self, value)",
     why="a NumPy number in an optimizer, np.float64(0.1), is treated as a Python number",
     waits_for="NumPy numbers in param_groups treated as Python numbers",
-    during="conversions",
     relies_on=(
         "torch._dynamo.variables.builder:VariableBuilder.__init__(self, tx, source)",
         "torch._dynamo:source has AttrSource, CallFunctionNoArgsSource, is_from_optimizer_source",
@@ -80,19 +77,11 @@ def _is_of_numpy(value: Any) -> bool:
 def _inlining(original: Callable[..., Any]) -> Callable[..., Any]:
     def call_function(self: Any, tx: Any, args: Any, kwargs: Any) -> Any:
         is_symbolic = self.value is math.pow and not all(arg.is_python_constant() for arg in args)
-        if not is_symbolic or _within_power.get():
+        if not is_symbolic or tx.f_code is _power.__code__:
             return original(self, tx, args, kwargs)
-        token = _within_power.set(True)
-        try:
-            return tx.inline_user_function_return(VariableTracker.build(tx, _power), list(args), kwargs)
-        finally:
-            _within_power.reset(token)
+        return tx.inline_user_function_return(VariableTracker.build(tx, _power), list(args), kwargs)
 
     return call_function
-
-
-#: Whether Dynamo is tracing :func:`_power`, in which ``math.pow`` is the original.
-_within_power: ContextVar[bool] = ContextVar("_within_power", default=False)
 
 
 def _power(x: float, y: float, /) -> float:
@@ -125,11 +114,7 @@ def _restarting_only_if_burned_in(original: Callable[..., None]) -> Callable[...
 
 
 class BurnedIn(Exception):
-    """Error of a compilation without Dynamo that would turn symbolic numbers into constants.
-
-    Attributes:
-        symbols: the symbols of these numbers.
-    """
+    """Error of a compilation without Dynamo that would turn numbers with these symbols into constants."""
 
     def __init__(self, symbols: frozenset[str]) -> None:
         super().__init__(", ".join(symbols))

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import inspect
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch._dynamo.pgo import auto_dynamic
@@ -19,14 +18,13 @@ from collage_fx.torch_compat.dynamo_trace import output_being_traced
 from collage_fx.torch_compat.optim_frames import is_of_torch_optim, is_torchs_step, key_of_code
 from collage_fx.torch_compat.patch_graph_breaks import SHAPES_OF_BREAKS
 from collage_fx.torch_compat.patching import Patch, Wrapper
-from collage_fx.torch_compat.tensors import is_guarded_by_identity
+from collage_fx.torch_compat.tensors import GuardedByIdentity
 
 OPTIMIZERS = Patch(
     name="optimizers",
     target="torch._dynamo.variables.optimizer:OptimizerVariable.__init__(self, value)",
     why="an optimizer that cannot be compensated is refused before anything runs; step counters are kept",
     waits_for="a hook of a backend when Dynamo begins to trace an optimizer",
-    during="conversions",
     relies_on=(
         "torch._dynamo.side_effects:SideEffects has __contains__, track_object_existing",
         "torch._dynamo.variables.base:VariableTracker has source",
@@ -39,7 +37,6 @@ NUMBERS = Patch(
     target="torch._dynamo.variables.builder:process_automatic_dynamic(tx, name, entry)",
     why="numbers are inputs of a graph if they change in its own optimizer, not if they differ in another",
     waits_for="a mark for numbers that are inputs of a graph, as mark_dynamic is for sizes",
-    during="conversions",
     relies_on=(
         "torch._dynamo.variables.builder:VariableBuilder.wrap_symfloat has process_automatic_dynamic",
         "torch._dynamo.pgo:FrameStateSizeEntry has scalar, __ior__",
@@ -53,7 +50,6 @@ STATE_LISTS = Patch(
     target="torch._dynamo.variables.optimizer:OptimizerVariable.call_method(self, tx, name, args, kwargs)",
     why="lists that an optimizer fills as keyword arguments do not count as empty; counters stay on the host",
     waits_for="a fix in Dynamo: fill lists that are passed to _init_group by keyword",
-    during="conversions",
     relies_on=("torch._dynamo.variables.optimizer:OptimizerVariable.move_step_if_cpu(self)",),
 )
 
@@ -62,7 +58,6 @@ TYPES = Patch(
     target="torch._dynamo.guards:GuardBuilder.TYPE_MATCH(self, guard)",
     why="guards identify packed state by identity alone, because packing changes its class",
     waits_for="an option of a backend to omit guards by tensor, not only by name",
-    during="conversions",
     relies_on=("torch._dynamo.guards:GuardBuilder.get(self, guard_or_source)",),
 )
 
@@ -72,7 +67,6 @@ GRADIENTS = Patch(
     why="a step that looks for gradients itself is not compiled again if a gradient is None",
     waits_for="an option of a backend to omit guards that a gradient is not None",
     needed_for="speed",
-    during="conversions",
     relies_on=(
         "torch._dynamo.guards:GuardBuilder.get(self, guard_or_source)",
         "torch._dynamo.variables.builder:VariableBuilder.wrap_tensor has NOT_NONE_MATCH",
@@ -88,7 +82,6 @@ LISTS = Patch(
     why="the steps of torch.optim are traced for two parameters of each layout",
     waits_for="regional compilation in Dynamo: one trace for all parameters of a layout",
     needed_for="speed",
-    during="conversions",
     relies_on=(
         "torch._dynamo.variables.lists:ListVariable has items",
         "torch.optim:AdamW._init_group",
@@ -147,17 +140,17 @@ def watching_optimizers(watch: Callable[[torch.optim.Optimizer], Iterable[Place]
         OPTIMIZERS.entered(watching),
         NUMBERS.entered(_by_optimizer),
         STATE_LISTS.entered(_with_positional_lists),
-        TYPES.entered(_omitting_guards_of(is_guarded_by_identity)),
+        TYPES.entered(_omitting_guards_of(GuardedByIdentity)),
     ):
         yield
 
 
-def _omitting_guards_of(is_omitted: Callable[[Any], bool]) -> Wrapper:
-    """Return a wrapper of a method that makes guards: it makes none of values for which this is true."""
+def _omitting_guards_of(kind: type) -> Wrapper:
+    """Return a wrapper of a method that makes guards: it makes none of values whose records have a part."""
 
     def omitting(match: Callable[..., None]) -> Callable[..., None]:
         def matched(self: Any, guard: Any, *args: Any, **kwargs: Any) -> None:
-            if not is_omitted(self.get(guard)):
+            if not records.has(self.get(guard), kind):
                 match(self, guard, *args, **kwargs)
 
         return matched
@@ -245,7 +238,6 @@ class _Trace:
     Attributes:
         first: the first optimizer of the trace: its record of numbers and sizes is used.
         changing: Dynamo's names of the numbers that will change.
-        thinned: thinned lists.
     """
 
     first: torch.optim.Optimizer | None = None
@@ -297,19 +289,12 @@ class ThinnedLists:
 
     optimizer: torch.optim.Optimizer
     rows: tuple[tuple[Any, ...], ...]
-    kept: tuple[int, ...]
-    come_and_go: bool
-
-
-class TracedRows(NamedTuple):
-    """Rows that suffice for a trace, and whether the step looks for gradients of rows itself."""
-
     kept: Sequence[int]
     come_and_go: bool
 
 
-#: Function ``(optimizer, rows) -> rows to trace``, or None to trace all rows.
-Thin = Callable[[torch.optim.Optimizer, Sequence[tuple[Any, ...]]], TracedRows | None]
+#: Function ``(optimizer, rows) -> lists with the rows to trace``, or None to trace all rows.
+Thin = Callable[[torch.optim.Optimizer, tuple[tuple[Any, ...], ...]], ThinnedLists | None]
 
 
 @contextlib.contextmanager
@@ -343,23 +328,19 @@ def thinning_lists(choose: Thin) -> Iterator[None]:
             rows = tuple(zip(*columns, strict=True)) if are_rows else ()
             traced = choose(self.value, rows)
             if traced is not None:
-                kept = traced.kept
                 if traced.come_and_go:
                     for row in rows:
                         for value in (each for each in row if each is row[0].grad):
                             records.put(value, _LookedFor())
                 for each in lists:
-                    for i in set(range(len(rows))).difference(kept):
+                    for i in set(range(len(rows))).difference(traced.kept):
                         each.items[i].realize()  # makes its guards
-                    each.items[:] = [each.items[i] for i in kept]
-                records.of(tx.output, _Trace).thinned.append(
-                    ThinnedLists(self.value, rows, tuple(kept), traced.come_and_go)
-                )
+                    each.items[:] = [each.items[i] for i in traced.kept]
+                records.of(tx.output, _Trace).thinned.append(traced)
 
         return update_list_args
 
-    is_looked_for = functools.partial(records.has, kind=_LookedFor)
-    with LISTS.entered(updating), GRADIENTS.entered(_omitting_guards_of(is_looked_for)):
+    with LISTS.entered(updating), GRADIENTS.entered(_omitting_guards_of(_LookedFor)):
         yield
 
 

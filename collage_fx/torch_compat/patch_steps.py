@@ -17,6 +17,7 @@ FLAT_STATES = Patch(
     target="torch.distributed.checkpoint.state_dict:_unflatten_optim_state_dict(optim, state_dict, info)",
     why="torch keeps error terms in a flattened checkpoint, although no state has their names",
     waits_for="unflattening by the names in the state dict, not by those of the optimizer's state",
+    during="the process",
     is_there=torch.distributed.is_available(),
 )
 
@@ -25,6 +26,7 @@ LOADING_OF_MODULES = Patch(
     target="torch.nn:Module.load_state_dict(self, state_dict)",
     why="loading new weights drops the error terms of the old weights",
     waits_for="a global hook of Module.load_state_dict, like those of forward",
+    during="the process",
     affects="everybody",
 )
 

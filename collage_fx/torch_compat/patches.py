@@ -4,14 +4,8 @@ from __future__ import annotations
 
 import functools
 
+from collage_fx import torch_compat
 from collage_fx.torch_compat import (
-    aot_autograd,
-    dynamo_counts,
-    dynamo_trace,
-    fake_tensors,
-    inductor,
-    optim_frames,
-    own_steps,
     patch_averages,
     patch_conversions,
     patch_dtypes,
@@ -20,8 +14,6 @@ from collage_fx.torch_compat import (
     patch_numbers,
     patch_optimizers,
     patch_steps,
-    tensors,
-    triton_tables,
 )
 from collage_fx.torch_compat.patching import Patch, misfit
 
@@ -37,16 +29,14 @@ PATCHES: tuple[Patch, ...] = tuple(
     if isinstance(value, Patch)
 )
 
-#: Requirements of functions of torch that are called, not replaced.
-RELIED_ON: tuple[str, ...] = (
-    *(*aot_autograd.RELIED_ON, *dynamo_trace.RELIED_ON, *fake_tensors.RELIED_ON),
-    *(*inductor.RELIED_ON, *tensors.RELIED_ON, *own_steps.RELIED_ON, *dynamo_counts.RELIED_ON),
-    *(*optim_frames.RELIED_ON, *triton_tables.RELIED_ON),
-)
+
+def relied_on() -> list[str]:
+    """Return the requirements of functions of torch that modules of this folder call, not replace."""
+    return [line for module in vars(torch_compat).values() for line in getattr(module, "RELIED_ON", ())]
 
 
 @functools.cache
 def misfits() -> tuple[str, ...]:
     """Return a sentence for each requirement that this version of torch does not meet."""
     needed = (patch.misfit for patch in PATCHES if patch.needed_for == "bits")
-    return tuple(told for told in (*needed, *map(misfit, RELIED_ON)) if told is not None)
+    return tuple(told for told in (*needed, *map(misfit, relied_on())) if told is not None)

@@ -116,7 +116,7 @@ class Patch:
     name: str
     target: str
     why: str
-    during: Literal["conversions", "lowerings", "recorded steps", "the process"] = "the process"
+    during: Literal["conversions", "lowerings", "recorded steps", "the process"] = "conversions"
     needed_for: Literal["bits", "speed"] = "bits"
     affects: Literal["nobody else", "everybody"] = "nobody else"
     waits_for: str = ""

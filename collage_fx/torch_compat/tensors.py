@@ -47,16 +47,11 @@ def storage_of(tensor: torch.Tensor) -> int:
 def guard_by_identity(tensor: torch.Tensor) -> None:
     """Make Dynamo guard on a tensor's identity, not on its class."""
     torch._dynamo.mark_static_address(tensor, guard=True)
-    records.put(tensor, _GuardedByIdentity())
+    records.put(tensor, GuardedByIdentity())
 
 
-class _GuardedByIdentity:
+class GuardedByIdentity:
     """Part of a tensor given to :func:`guard_by_identity`."""
-
-
-def is_guarded_by_identity(value: object) -> bool:
-    """Return whether a value is a tensor given to :func:`guard_by_identity`."""
-    return isinstance(value, torch.Tensor) and records.has(value, _GuardedByIdentity)
 
 
 #: Function that returns a tensor's version: a number that grows with each write to the tensor or an alias.
@@ -111,19 +106,14 @@ def has_storage(tensor: torch.Tensor) -> bool:
     return True
 
 
-def is_wrapper(tensor: torch.Tensor) -> bool:
-    """Return whether a tensor is a wrapper around inner tensors that compiled code uses, like a DTensor."""
-    return is_wrapper_class(type(tensor))
+def is_wrapper(value: torch.Tensor | type) -> bool:
+    """Return whether a tensor, or each tensor of a class, wraps inner tensors, like a DTensor."""
+    return hasattr(value, "__tensor_flatten__")
 
 
 def is_class_traced(parameter: torch.Tensor) -> bool:
     """Return whether Dynamo knows the class of an optimizer's parameter, or a class that wraps tensors."""
     return type(parameter) in (torch.Tensor, torch.nn.Parameter) or is_wrapper(parameter)
-
-
-def is_wrapper_class(kind: type) -> bool:
-    """Return whether tensors of a class wrap inner tensors."""
-    return hasattr(kind, "__tensor_flatten__")
 
 
 def bytes_of(tensor: torch.Tensor) -> int:
@@ -221,11 +211,9 @@ def offsets_of_shard(tensor: torch.Tensor) -> tuple[int, ...]:
 def local_tensor(tensor: torch.Tensor, sharding: Sharding | None = None) -> torch.Tensor:
     """Return this process's shard of a DTensor, as the same object each time; other tensors unchanged.
 
-    Args:
-        tensor: the tensor.
-        sharding: the placement of the wanted shard, by default the tensor's own. An ordinary tensor, which
-            all processes hold, is cut. A DTensor with another placement is redistributed, so all processes
-            must call this function.
+    ``sharding`` is the placement of the wanted shard, by default the tensor's own. An ordinary tensor, which
+    all processes hold, is cut. A DTensor with another placement is redistributed, so all processes must call
+    this function.
     """
     of = sharding_of(tensor)
     if of is None and sharding is None:
@@ -293,15 +281,8 @@ without_torch_function: Any = torch._C.DisableTorchFunctionSubclass
 disabled_torch_function: Any = torch.nn.Parameter.__torch_function__
 
 
-def wrapper_subclass(
-    cls: type[torch.Tensor],
-    size: Sequence[int],
-    stride: Sequence[int],
-    dtype: torch.dtype,
-    device: torch.device,
-) -> torch.Tensor:
-    """Make a tensor of class ``cls`` without memory."""
-    return torch.Tensor._make_wrapper_subclass(cls, size, strides=stride, dtype=dtype, device=device)
+#: Function that makes a tensor without memory: ``(class, size, strides=..., dtype=..., device=...)``.
+wrapper_subclass: Any = torch.Tensor._make_wrapper_subclass
 
 
 @contextlib.contextmanager

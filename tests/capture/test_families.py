@@ -362,10 +362,14 @@ def test_rows_left_out_are_stepped(
 
 
 def test_where_nothing_is_compensated_all_rows_are_traced() -> None:
-    rows = [(p, torch.zeros_like(p)) for p in parameters(shapes=ROWS)]
-    assert rows_to_trace(rows) == (TWO_EACH, False)
+    rows = tuple((p, torch.zeros_like(p)) for p in parameters(shapes=ROWS))
+    optimizer = torch.optim.SGD([p for p, _ in rows])
+    found = rows_to_trace(optimizer, rows, come_and_go=False, packs=False)
+    assert found is not None
+    assert (found.kept, found.come_and_go) == (TWO_EACH, False)
     for in_vain in (torch.Tensor.float, torch.Tensor.to_sparse, lambda x: x.to("meta")):
-        assert rows_to_trace([tuple(map(in_vain, row)) for row in rows]) is None
+        others = tuple(tuple(map(in_vain, row)) for row in rows)
+        assert rows_to_trace(optimizer, others, come_and_go=False, packs=False) is None
 
 
 def test_what_follows_a_step_sees_all_rows_stepped() -> None:
