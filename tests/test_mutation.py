@@ -9,9 +9,10 @@ from pathlib import Path
 import pytest
 
 pytest.importorskip("cosmic_ray", reason="pip install cosmic-ray, for ./dev mutants")
+pytest.importorskip("pytest_cov", reason="pip install pytest-cov, for ./dev mutants")
 
 from tests.mutation.__main__ import main
-from tests.mutation.mutants import drawn, mutants_of
+from tests.mutation.mutants import drawn, lines_beside, mutants_of
 
 PATH = Path("collage_fx/clipped.py")
 
@@ -83,41 +84,70 @@ def test_each_function_has_a_fault_before_any_has_two() -> None:
     assert len(drawn(found, 100, 0, {PATH: SOURCE})) == len(found)
 
 
-@pytest.mark.parametrize("found_by", ["test_doubled", "test_slow", ""])
+def test_a_line_belongs_to_the_statement_around_it() -> None:
+    source = (
+        "def f(a):\n    if (a\n            and a > 1):\n        g(\n            a,\n        )\n    return a\n"
+    )
+    assert [lines_beside(line, source) for line in range(1, 8)] == [
+        [1],
+        [2, 3],
+        [2, 3],
+        [4, 5, 6],
+        [4, 5, 6],
+        [4, 5, 6],
+        [7],
+    ]
+
+
+@pytest.mark.parametrize("found_by", ["test_doubled", "test_of_another_file", ""])
 def test_what_no_test_finds_is_shown_and_is_a_failure(
     found_by: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A slow test, which ``--all`` runs, may find it, too."""
+    """A test of another file may find it, if it runs the line."""
     (tmp_path / "tests").mkdir()
     (tmp_path / "collage_fx").mkdir()
     row = "| `collage_fx/` | `tests/test_doubled.py` | 1 |"
     (tmp_path / "tests" / "README.md").write_text(f"## You touched …\n\n{row}\n", encoding="utf-8")
     source = "def doubled(value: int) -> int:\n    return value + value\n"
     (tmp_path / "collage_fx" / "doubled.py").write_text(source, encoding="utf-8")
-    conftest = """\
-        def pytest_addoption(parser):
-            parser.addoption("--all", action="store_true")
+    for name in ("test_doubled", "test_of_another_file"):
+        test = f"""\
+            from collage_fx.doubled import doubled
 
-        def pytest_collection_modifyitems(config, items):
-            items[:] = [each for each in items if config.option.all or "slow" not in each.name]
-        """
-    (tmp_path / "tests" / "conftest.py").write_text(textwrap.dedent(conftest), encoding="utf-8")
-    test = f"""\
-        from collage_fx.doubled import doubled
+            def {name}() -> None:
+                assert doubled({3 * (found_by == name)}) == {6 * (found_by == name)}
 
-        def test_doubled() -> None:
-            assert doubled({3 * (found_by == "test_doubled")}) == {6 * (found_by == "test_doubled")}
-
-        def test_slow() -> None:
-            assert doubled({3 * (found_by == "test_slow")}) == {6 * (found_by == "test_slow")}
-        """
-    (tmp_path / "tests" / "test_doubled.py").write_text(textwrap.dedent(test), encoding="utf-8")
+            def test_of_something_else() -> None:
+                pass
+            """
+        (tmp_path / "tests" / f"{name}.py").write_text(textwrap.dedent(test), encoding="utf-8")
     subprocess.run(["git", "init", "-q"], cwd=tmp_path, check=True)
     subprocess.run(["git", "add", "."], cwd=tmp_path, check=True)
     status = main(["--since", "ever", "--seed", "0"], tmp_path)
     said = capsys.readouterr().out
     assert status == (not found_by)
     assert ("1 of 1 killed" if found_by else "0 of 1 killed") in said
-    assert (f"tests/test_doubled.py::{found_by} (" in said) == bool(found_by)
+    assert (f"tests/{found_by}.py::{found_by} (" in said) == bool(found_by)
     assert ("+    return value - value" in said) == (not found_by)
     assert (tmp_path / "collage_fx" / "doubled.py").read_text(encoding="utf-8") == source
+
+
+def test_a_line_that_no_test_runs_is_said_at_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Lines that importing executes are left to the tests of the row."""
+    (tmp_path / "tests").mkdir()
+    (tmp_path / "passes").mkdir()
+    row = "| `passes/` | `tests/test_limits.py` | 1 |"
+    (tmp_path / "tests" / "README.md").write_text(f"## You touched …\n\n{row}\n", encoding="utf-8")
+    source = "LIMIT = 7\n\n\ndef never_called(value: int) -> int:\n    return value + 0\n"
+    (tmp_path / "passes" / "limits.py").write_text(source, encoding="utf-8")
+    test = "from passes.limits import LIMIT\n\n\ndef test_limit() -> None:\n    assert LIMIT == 7\n"
+    (tmp_path / "tests" / "test_limits.py").write_text(test, encoding="utf-8")
+    subprocess.run(["git", "init", "-q"], cwd=tmp_path, check=True)
+    subprocess.run(["git", "add", "."], cwd=tmp_path, check=True)
+    file = tmp_path.parent / f"{tmp_path.name}.coverage"
+    for _ in range(2):  # the second reads what the first has measured
+        assert main(["--since", "ever", "--count", "2", "--coverage", str(file)], tmp_path) == 1
+        said = capsys.readouterr().out
+        assert "passes/limits.py:1: tests/test_limits.py::test_limit (" in said
+        assert "passes/limits.py:5: SURVIVES (0 s)" in said
+    assert file.is_file()

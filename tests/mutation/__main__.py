@@ -1,8 +1,9 @@
 """``./dev mutants``: put small faults into changed lines of the library, and see that tests find them.
 
-Each fault is put into a copy of the repository, and the tests run that ``tests/README.md`` names for the
-file: those of a usual run, and if these find nothing, all of them. A fault that no test finds survives, and
-is printed as a diff: write the test that finds it, complete the row of the table, or delete the line.
+A usual run measures which tests execute which lines. Each fault is then put into a copy of the repository,
+and the tests run that execute its line; for a line that importing executes, those that ``tests/README.md``
+names for the file. A fault that no test finds survives, and is printed as a diff: write the test that finds
+it, or delete the line.
 """
 
 from __future__ import annotations
@@ -22,7 +23,9 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from tests.mutation.mutants import Mutant, drawn, mutants_of
+from coverage import CoverageData
+
+from tests.mutation.mutants import Mutant, drawn, lines_beside, mutants_of
 from tests.support.rows import row_of, rows
 
 #: Folders whose files are mutated.
@@ -31,8 +34,9 @@ SOURCES = ("collage_fx", "collage_tools", "passes")
 #: Part of the mutants that tests have to find.
 KILLED = 0.95
 
-#: Seconds that a mutant may take beside three times those of its tests without it: a loop may never end.
-PATIENCE = 60.0
+#: Seconds for a mutant, and for each of its tests, some ten times the mean: a loop may never end.
+PATIENCE = 300.0
+PATIENCE_OF_TEST = 3.0
 
 
 def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
@@ -44,12 +48,12 @@ def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--seed", type=int, help="of the draw; by default that of the day")
     parser.add_argument("--list", action="store_true", help="print the mutants, and run nothing")
     parser.add_argument(
-        "--passed",
-        type=float,
-        metavar="SECONDS",
-        help="the tests are known to pass in so long: not run before",
+        "--coverage",
+        type=Path,
+        metavar="FILE",
+        help="which tests execute which lines: measured by a usual run and kept there, if there is none yet",
     )
-    parser.add_argument("--tests", nargs="+", help="tests to run; by default those of the file's row")
+    parser.add_argument("--tests", nargs="+", help="tests to run; by default those that execute the line")
     parser.add_argument("files", nargs="*", type=Path, help="files to mutate; by default all of the library")
     return parser.parse_args(argv)
 
@@ -71,10 +75,9 @@ class Outcome(NamedTuple):
 class Repository:
     """Working tree whose files are mutated, in a copy."""
 
-    def __init__(self, root: Path, tests: Sequence[str] | None, passed: float | None = None) -> None:
+    def __init__(self, root: Path, tests: Sequence[str] | None) -> None:
         self.root = root
         self.tests = tests
-        self.passed = passed
         self.rows = rows((root / "tests" / "README.md").read_text(encoding="utf-8"))
 
     def source(self, path: Path) -> str:
@@ -119,27 +122,29 @@ class Repository:
                 (folder / name).parent.mkdir(parents=True, exist_ok=True)
                 shutil.copy2(self.root / name, folder / name, follow_symlinks=False)
 
-    def outcomes(self, mutants: Sequence[Mutant], folder: Path) -> Iterator[Outcome]:
-        """Run the tests of each mutant in a copy; once for each row without them, unless all have passed."""
-        taken: dict[tuple[str, ...], float] = {}
+    def tests_of(self, mutant: Mutant, coverage: CoverageData) -> list[str]:
+        """Return the tests that execute the line of a mutant, those of the file's row first."""
+        row = row_of(mutant.path, self.rows)
+        if self.tests:
+            return [*self.tests]
+        measured = [each for each in coverage.measured_files() if each.endswith(f"/{mutant.path.as_posix()}")]
+        of_lines = coverage.contexts_by_lineno(measured[0]) if measured else {}
+        lines = [mutant.line, *lines_beside(mutant.line, self.source(mutant.path))]
+        contexts = next(({*of_lines[each]} for each in lines if any(of_lines.get(each, ()))), {*()})
+        if not contexts - {""}:
+            return row if any(each in of_lines for each in lines) else []
+        found = {each.partition("|")[0] for each in contexts if each}
+        own = f"/test_{mutant.path.stem}.py::"
+        return sorted(found, key=lambda test: (own not in test, not test.startswith((*row,)), test))
+
+    def outcomes(self, mutants: Sequence[Mutant], folder: Path, coverage: CoverageData) -> Iterator[Outcome]:
+        """Run the tests of each mutant in a copy."""
         for mutant in sorted(mutants, key=lambda each: (each.path, each.line)):
-            row = (*(self.tests or row_of(mutant.path, self.rows)),)
-            if self.passed is not None:
-                taken[row] = self.passed
-            if row not in taken:
-                killer, taken[row] = run_tests(folder, row, None)
-                if killer:
-                    raise SystemExit(f"{killer} fails without any mutant: ./dev test {' '.join(row)}")
-            own = [f"{each}/test_{mutant.path.stem}.py" for each in row if (folder / each).is_dir()]
-            tests = [each for each in own if (folder / each).is_file()]
+            tests = self.tests_of(mutant, coverage)
             target = folder / mutant.path
             target.write_text(mutant.text(source := self.source(mutant.path)), encoding="utf-8")
             try:
-                killer, seconds = run_tests(folder, [*tests, *row], 3 * taken[row] + PATIENCE)
-                if not killer:  # by the third of the rotating tests that is in turn
-                    killer, more = run_tests(folder, [*tests, *row, "--all"], None)
-                    seconds += more
-                yield Outcome(mutant, killer, seconds)
+                yield Outcome(mutant, *run_tests(folder, tests))
             finally:
                 target.write_text(source, encoding="utf-8")
 
@@ -150,18 +155,35 @@ class Repository:
         return "\n".join(difflib.unified_diff(before, after, name, name, lineterm="", n=1))
 
 
-def run_tests(folder: Path, tests: Sequence[str], patience: float | None) -> tuple[str, float]:
+def measure(folder: Path, file: Path) -> None:
+    """Run the tests in a copy and write which of them execute which lines of the library."""
+    sources = [f"--cov={each}" for each in SOURCES if (folder / each).is_dir()]
+    ran = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-n2", *sources, "--cov-context=test", "--cov-report="],
+        cwd=folder,
+        env={**os.environ, "PYTHONPATH": str(folder), "COVERAGE_FILE": str(file.resolve())},
+        check=False,
+    )
+    if ran.returncode:
+        raise SystemExit("tests fail without any mutant")
+
+
+def run_tests(folder: Path, tests: Sequence[str]) -> tuple[str, float]:
     """Run tests in a copy; return the first that fails, or what else ended the run, and the seconds."""
+    if not tests:
+        return "", 0.0
     options = ["-x", "-q", "-p", "no:cacheprovider", "--show-capture=no", "--tb=no", "-rfE"]
+    (folder / "build").mkdir(exist_ok=True)
+    (listed := folder / "build" / "mutated.txt").write_text("\n".join(tests), encoding="utf-8")
     begun = time.monotonic()
     try:
         ran = subprocess.run(
-            [sys.executable, "-B", "-m", "pytest", *options, *tests],
+            [sys.executable, "-B", "-m", "pytest", *options, f"@{listed}"],
             cwd=folder,
             env={**os.environ, "PYTHONPATH": str(folder)},
             capture_output=True,
             text=True,
-            timeout=patience,
+            timeout=PATIENCE + PATIENCE_OF_TEST * len(tests),
             check=False,
         )
     except subprocess.TimeoutExpired:
@@ -177,7 +199,7 @@ def run_tests(folder: Path, tests: Sequence[str], patience: float | None) -> tup
 
 def main(argv: Sequence[str], root: Path) -> int:
     given = parse_arguments(argv)
-    repository = Repository(root, given.tests, given.passed)
+    repository = Repository(root, given.tests)
     seed = datetime.date.today().toordinal() if given.seed is None else given.seed
     only = {each.resolve().relative_to(root) for each in given.files}
     changed = {
@@ -195,8 +217,13 @@ def main(argv: Sequence[str], root: Path) -> int:
         return 0
     survivors = []
     with tempfile.TemporaryDirectory(prefix="mutants") as temporary:
-        repository.copy_to(folder := Path(temporary))
-        for mutant, killer, seconds in repository.outcomes(mutants, folder):
+        repository.copy_to(folder := Path(temporary) / "copy")
+        file = given.coverage or Path(temporary) / "coverage"
+        if not (file.is_file() or given.tests):
+            measure(folder, file)
+        coverage = CoverageData(str(file))
+        coverage.read()
+        for mutant, killer, seconds in repository.outcomes(mutants, folder, coverage):
             print(f"{mutant.path}:{mutant.line}: {killer or 'SURVIVES'} ({seconds:.0f} s)", flush=True)
             if not killer:
                 survivors.append(mutant)

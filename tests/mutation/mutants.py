@@ -130,6 +130,18 @@ def mutants_of(path: Path, source: str, lines: Collection[int]) -> list[Mutant]:
     return found
 
 
+def lines_beside(line: int, source: str) -> list[int]:
+    """Return the lines of the statement that a line is in, without those of statements in it."""
+    around = [
+        each
+        for each in ast.walk(ast.parse(source))
+        if isinstance(each, ast.stmt) and each.lineno <= line <= (each.end_lineno or each.lineno)
+    ]
+    inner = max(around, key=lambda each: each.lineno)
+    within = [each.lineno for each in ast.walk(inner) if isinstance(each, ast.stmt) and each is not inner]
+    return [*range(inner.lineno, min(within, default=(inner.end_lineno or inner.lineno) + 1))]
+
+
 def is_another_program(mutant: Mutant, source: str) -> bool:
     """Return whether a mutant can be compiled, and differs from the file in more than its text."""
     try:
