@@ -12,6 +12,7 @@ import argparse
 import datetime
 import difflib
 import os
+import queue
 import re
 import shutil
 import subprocess
@@ -20,6 +21,7 @@ import tempfile
 import time
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 from typing import NamedTuple
 
@@ -53,6 +55,7 @@ def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
         metavar="FILE",
         help="which tests execute which lines: measured by a usual run and kept there, if there is none yet",
     )
+    parser.add_argument("--jobs", type=int, default=2, help="number of mutants that are tested at a time")
     parser.add_argument("--tests", nargs="+", help="tests to run; by default those that execute the line")
     parser.add_argument("files", nargs="*", type=Path, help="files to mutate; by default all of the library")
     return parser.parse_args(argv)
@@ -122,11 +125,12 @@ class Repository:
                 (folder / name).parent.mkdir(parents=True, exist_ok=True)
                 shutil.copy2(self.root / name, folder / name, follow_symlinks=False)
 
-    def tests_of(self, mutant: Mutant, coverage: CoverageData) -> list[str]:
+    def tests_of(self, mutant: Mutant, file: Path) -> list[str]:
         """Return the tests that execute the line of a mutant, those of the file's row first."""
         row = row_of(mutant.path, self.rows)
         if self.tests:
             return [*self.tests]
+        (coverage := CoverageData(str(file))).read()
         measured = [each for each in coverage.measured_files() if each.endswith(f"/{mutant.path.as_posix()}")]
         of_lines = coverage.contexts_by_lineno(measured[0]) if measured else {}
         lines = [mutant.line, *lines_beside(mutant.line, self.source(mutant.path))]
@@ -137,16 +141,27 @@ class Repository:
         own = f"/test_{mutant.path.stem}.py::"
         return sorted(found, key=lambda test: (own not in test, not test.startswith((*row,)), test))
 
-    def outcomes(self, mutants: Sequence[Mutant], folder: Path, coverage: CoverageData) -> Iterator[Outcome]:
-        """Run the tests of each mutant in a copy."""
-        for mutant in sorted(mutants, key=lambda each: (each.path, each.line)):
+    def outcomes(
+        self, mutants: Sequence[Mutant], folders: Sequence[Path], coverage: Path
+    ) -> Iterator[Outcome]:
+        """Run the tests of each mutant in a copy; several copies at a time."""
+        free = queue.SimpleQueue[Path]()
+        for folder in folders:
+            free.put(folder)
+
+        def judged(mutant: Mutant) -> Outcome:
             tests = self.tests_of(mutant, coverage)
-            target = folder / mutant.path
+            target = (folder := free.get()) / mutant.path
             target.write_text(mutant.text(source := self.source(mutant.path)), encoding="utf-8")
             try:
-                yield Outcome(mutant, *run_tests(folder, tests))
+                return Outcome(mutant, *run_tests(folder, tests))
             finally:
                 target.write_text(source, encoding="utf-8")
+                free.put(folder)
+
+        with ThreadPoolExecutor(len(folders)) as pool:
+            for each in as_completed([pool.submit(judged, mutant) for mutant in mutants]):
+                yield each.result()
 
     def difference(self, mutant: Mutant) -> str:
         """Return what a mutant changes, as a diff."""
@@ -217,13 +232,13 @@ def main(argv: Sequence[str], root: Path) -> int:
         return 0
     survivors = []
     with tempfile.TemporaryDirectory(prefix="mutants") as temporary:
-        repository.copy_to(folder := Path(temporary) / "copy")
+        folders = [Path(temporary) / f"copy{each}" for each in range(given.jobs)]
+        for folder in folders:
+            repository.copy_to(folder)
         file = given.coverage or Path(temporary) / "coverage"
         if not (file.is_file() or given.tests):
-            measure(folder, file)
-        coverage = CoverageData(str(file))
-        coverage.read()
-        for mutant, killer, seconds in repository.outcomes(mutants, folder, coverage):
+            measure(folders[0], file)
+        for mutant, killer, seconds in repository.outcomes(mutants, folders, file):
             print(f"{mutant.path}:{mutant.line}: {killer or 'SURVIVES'} ({seconds:.0f} s)", flush=True)
             if not killer:
                 survivors.append(mutant)
