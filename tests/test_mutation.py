@@ -132,22 +132,40 @@ def test_what_no_test_finds_is_shown_and_is_a_failure(
     assert (tmp_path / "collage_fx" / "doubled.py").read_text(encoding="utf-8") == source
 
 
-def test_a_line_that_no_test_runs_is_said_at_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Lines that importing executes are left to the tests of the row."""
+def test_a_line_that_no_usual_test_runs_is_left_to_all_tests_of_its_row(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Lines that importing executes are left to the usual tests of the row."""
     (tmp_path / "tests").mkdir()
     (tmp_path / "passes").mkdir()
     row = "| `passes/` | `tests/test_limits.py` | 1 |"
     (tmp_path / "tests" / "README.md").write_text(f"## You touched …\n\n{row}\n", encoding="utf-8")
-    source = "LIMIT = 7\n\n\ndef never_called(value: int) -> int:\n    return value + 0\n"
+    source = "LIMIT = 7\n\n\ndef seldom_called(value: int) -> int:\n    return value + 1\n"
     (tmp_path / "passes" / "limits.py").write_text(source, encoding="utf-8")
-    test = "from passes.limits import LIMIT\n\n\ndef test_limit() -> None:\n    assert LIMIT == 7\n"
-    (tmp_path / "tests" / "test_limits.py").write_text(test, encoding="utf-8")
+    conftest = """\
+        def pytest_addoption(parser):
+            parser.addoption("--all", action="store_true")
+
+        def pytest_collection_modifyitems(config, items):
+            items[:] = [each for each in items if config.option.all or "slow" not in each.name]
+        """
+    (tmp_path / "tests" / "conftest.py").write_text(textwrap.dedent(conftest), encoding="utf-8")
+    test = """\
+        from passes.limits import LIMIT, seldom_called
+
+        def test_limit() -> None:
+            assert LIMIT == 7
+
+        def test_slow() -> None:
+            assert seldom_called(1) == 2
+        """
+    (tmp_path / "tests" / "test_limits.py").write_text(textwrap.dedent(test), encoding="utf-8")
     subprocess.run(["git", "init", "-q"], cwd=tmp_path, check=True)
     subprocess.run(["git", "add", "."], cwd=tmp_path, check=True)
     file = tmp_path.parent / f"{tmp_path.name}.coverage"
     for _ in range(2):  # the second reads what the first has measured
-        assert main(["--since", "ever", "--count", "2", "--coverage", str(file)], tmp_path) == 1
+        assert main(["--since", "ever", "--count", "2", "--coverage", str(file)], tmp_path) == 0
         said = capsys.readouterr().out
         assert "passes/limits.py:1: tests/test_limits.py::test_limit (" in said
-        assert "passes/limits.py:5: SURVIVES (0 s)" in said
+        assert "passes/limits.py:5: tests/test_limits.py::test_slow (" in said
     assert file.is_file()
