@@ -246,3 +246,14 @@ def test_state_of_a_step_with_gradients_enabled_made_by_torch_nn_init() -> None:
     moved = (exact.detach() - drawn.double()).norm()
     assert (full_value(ours).double() - exact.detach()).norm() < 0.01 * moved
     assert not backend.report().routes().get("recorded")
+
+
+def test_the_whole_graph_of_a_report_keeps_up_the_new_state_of_each_tensor() -> None:
+    """Each has memory of its own, although one of them has been traced for all."""
+    optimizer = Stepped([made_by_the_update] * 3, torch.bfloat16)
+    optimizer.give_gradients(0)
+    backend = CollageBackend()
+    torch.compile(optimizer.step, backend=backend)()
+    (graph,) = backend.report().graphs
+    names = [node.name for node in graph.after.graph.find_nodes(op="placeholder")]
+    assert {"new_0_rest", "new_1_rest", "new_2_rest"} <= {*names}

@@ -387,3 +387,21 @@ def test_a_checkpoint_says_which_numbers_have_changed() -> None:
         optimizer.param_groups[0].update(weight_decay=0.25, betas=(0.8, 0.999))
     changed = optimizer.state_dict()["collage_fx.changed"]
     assert changed == [("param_groups", 0, "betas", 0), ("param_groups", 0, "weight_decay")]
+
+
+def test_a_checkpoint_names_numbers_in_the_state_of_any_parameter() -> None:
+    """The parameters of a resumed run have the numbers as inputs, too, those without state so far as well."""
+
+    class Scaled(Descent):
+        @torch.no_grad()
+        def step(self, closure: Any = None) -> None:  # type: ignore[override]
+            for p in self.param_groups[0]["params"]:
+                p.add_(p.grad, alpha=-1e-3 * self.state[p]["scale"])
+
+    optimizer = install(Scaled(params := parameters()))
+    for scale in (0.5, 0.25):
+        for p in params:
+            optimizer.state[p]["scale"] = scale
+        set_gradients(params)
+        optimizer.step()
+    assert optimizer.state_dict()["collage_fx.changed"] == [("state", "scale")]
