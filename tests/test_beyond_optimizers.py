@@ -114,6 +114,26 @@ def test_the_first_copy_of_a_model_has_its_error_terms(average: str, dtype: torc
         race.run(1)
 
 
+@pytest.mark.parametrize("use_buffers", [False, True])
+def test_the_first_copy_of_a_buffer_has_its_error_terms_if_buffers_are_averaged(use_buffers: bool) -> None:
+    model = torch.nn.Module()
+    model.register_buffer("seen", torch.ones(8, dtype=torch.bfloat16))
+    model.register_parameter("p", parameters(shapes=[(8,)])[0])
+
+    @torch.no_grad()
+    def add(seen: Tensor) -> None:
+        seen += 2.0**-10
+
+    backend = CollageBackend()
+    torch.compile(add, backend=backend)(model.get_buffer("seen"))
+    average = AveragedModel(model, use_buffers=use_buffers)
+    torch.compile(average.update_parameters, backend=backend)(model)
+    lost = 0 if use_buffers else 2.0**-10
+    assert torch.equal(
+        full_value(average.module.get_buffer("seen")) + lost, full_value(model.get_buffer("seen"))
+    )
+
+
 def average_of_mean(averaged: Tensor, current: Tensor, count: Tensor | int) -> Tensor:
     return (averaged + current * count) / (count + 1)
 

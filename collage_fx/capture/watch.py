@@ -133,7 +133,6 @@ from collage_fx.torch_compat import (
     GraphBreak,
     Place,
     RunEagerly,
-    RunRecorded,
     ThinnedLists,
     TraceWhole,
     Watch,
@@ -341,7 +340,7 @@ def _before_conversion(request: Request, code: CodeType, variables: Mapping[str,
     if is_recording() or is_switch(code):
         raise RunEagerly(always=is_switch(code))
     if (begin := beginning_again()) is not None:
-        raise RunRecorded(begin)
+        raise RunEagerly(begin=begin)
     # The optimizers that a function is about to step, if it is torch's wrapper around a step.
     for optimizer in optimizers_among(variables).values() if is_step_wrapper(code) else ():
         if switch(optimizer):
@@ -441,7 +440,7 @@ def record_instead(
     if recordable:
         raise ConvertAgain
     if (begin := beginning_here(request, reason, level=level)) is not None:
-        raise RunRecorded(begin)
+        raise RunEagerly(begin=begin)
 
 
 def _after_conversion(request: Request, compiler: Any, code: CodeType, variables: Mapping[str, Any]) -> None:
@@ -581,7 +580,7 @@ def _record_or_refuse(code: CodeType, graph_break: GraphBreak) -> None:
         return
     begin = beginning_here(request, graph_break.reason)
     if (begin := begin or beginning_in_call(request, graph_break.reason, [optimizer])) is not None:
-        raise RunRecorded(begin)
+        raise RunEagerly(begin=begin)
     if not is_of_concern:
         return  # its parts are compiled, as by plain torch.compile
     refusal = GraphBreakError(
@@ -612,7 +611,7 @@ def _record_or_refuse_function(code: CodeType, graph_break: GraphBreak, request:
         return
     _, has_gradients = _conversion.get()
     if not has_gradients and (begin := beginning_in_call(request, graph_break.reason, optimizers, weights)):
-        raise RunRecorded(begin)
+        raise RunEagerly(begin=begin)
     refusal = GraphBreakError(
         f"Dynamo cannot capture {code.co_name}, and would run its updates of weights eagerly, without error "
         f"terms: {graph_break.reason}",

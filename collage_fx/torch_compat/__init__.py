@@ -32,7 +32,6 @@ try:
         ConvertAgain,
         Refused,
         RunEagerly,
-        RunRecorded,
         TraceWhole,
         WeakBackend,
         backend_being_traced_for,

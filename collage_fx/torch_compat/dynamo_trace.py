@@ -184,20 +184,13 @@ def _statement_being_traced(error: Exception) -> str:
 class RunEagerly(ShortenTraceback):
     """Exception within a conversion: Python runs the function unchanged, without compiled code.
 
-    If ``always``, the function is never converted again, for anyone.
+    If ``always``, the function is never converted again, for anyone. With ``begin``, which is called first,
+    its callees are not converted either.
     """
 
-    def __init__(self, *, always: bool = False) -> None:
+    def __init__(self, *, always: bool = False, begin: Callable[[], None] | None = None) -> None:
         super().__init__(first_useful_frame=None)
-        self.always = always
-
-
-class RunRecorded(RunEagerly):
-    """Exception within a conversion: ``begin`` is called, then Python runs the function and its callees."""
-
-    def __init__(self, begin: Callable[[], None]) -> None:
-        super().__init__()
-        self.begin = begin
+        self.always, self.begin = always, begin
 
 
 class ConvertAgain(ShortenTraceback):

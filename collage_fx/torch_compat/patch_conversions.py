@@ -26,7 +26,6 @@ from collage_fx.torch_compat import records
 from collage_fx.torch_compat.dynamo_trace import (
     ConvertAgain,
     RunEagerly,
-    RunRecorded,
     TraceWhole,
     backend_within,
 )
@@ -182,12 +181,12 @@ def watch_conversions(watch: Watch) -> None:
                 raise
             finally:
                 forget_thinned()
-        except RunRecorded as recorded:
-            recorded.begin()
+        except RunEagerly as chosen:
+            if chosen.begin is None:
+                return ConvertFrameReturn(apply_to_code=chosen.always)
+            chosen.begin()
             skip = ConvertFrameReturn().frame_exec_strategy
             return ConvertFrameReturn(type(skip)(skip.cur_action, skip.cur_action), apply_to_code=False)
-        except RunEagerly as chosen:
-            return ConvertFrameReturn(apply_to_code=chosen.always)
         except (TraceWhole, ConvertAgain) as again:
             whole = isinstance(again, TraceWhole)
         else:

@@ -204,3 +204,12 @@ def test_a_kernel_is_waited_for_once(monkeypatch: pytest.MonkeyPatch) -> None:
     for aligned in (True, False):
         assert len({id(kernel.loaded(aligned=aligned)) for _ in range(50)}) == 1
     assert {source: future.asked for source, future in futures.items()} == {"aligned": 1, "unaligned": 1}
+
+
+def test_a_kernel_says_of_its_pointers_what_inductor_says_of_aligned_ones() -> None:
+    """Triton takes them for multiples of 16 bytes: with less, loads are narrow; with more, wrong."""
+    from torch._inductor.runtime.hints import AttrsDescriptorWrapper
+
+    operands = [patterns(F32, 1), patterns(F32, 2)]
+    kernel = printed(graph_of(aten.add.Tensor, operands, torch.zeros(LENGTH), length=True))
+    assert f"'configs': [{AttrsDescriptorWrapper(divisible_by_16=(0, 1))}]" in kernel.source[True]

@@ -162,6 +162,16 @@ return None""",
     )
 
 
+@pytest.mark.parametrize("condition", [False, True])
+def test_the_branch_that_is_taken_is_that_of_the_constant(condition: bool) -> None:
+    def step(m: Tensor, g: Tensor) -> None:
+        m.copy_(torch.where(torch.full((), condition), g, m * 0.5))
+
+    text = graph_text(_program(step, torch.ones(4), torch.ones(4)).gm.graph)
+    assert ("copy_(m_1, g_1)" in text) == condition
+    assert ("copy_(m_1, mul)" in text) != condition
+
+
 @pytest.mark.parametrize("moved", [False, True])
 def test_a_tensor_of_one_number_is_that_number(moved: bool) -> None:
     """As torch 2.15 decomposes ``_foreach_lerp``, on a GPU behind a copy to it."""
