@@ -9,10 +9,12 @@ import subprocess
 import sys
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from torch._dynamo.utils import counters
+from torch._inductor.cpp_builder import CppBuilder
 from torch._inductor.cpu_vec_isa import VecAVX2, VecAVX512
 from torch._inductor.runtime.cache_dir_utils import cache_dir
 from torch._inductor.utils import fresh_cache
@@ -20,6 +22,7 @@ from torch._inductor.utils import fresh_cache
 from collage_fx import CollageBackend, numerics, torch_compat
 from collage_fx.codegen import lowerings
 from collage_fx.torch_compat import load_cpp_library, patches
+from collage_fx.torch_compat.optim_frames import key_of_code
 from tests.support.substitutes import compiled_for_vectors, processor
 from tests.support.training import Descent, parameters, run_steps
 
@@ -218,3 +221,25 @@ def test_a_frame_of_torchs_step_is_known(kind: Any) -> None:
     code = inspect.unwrap(kind.step).__code__
     assert torch_compat.is_torchs_step(optimizer, code, {"self": optimizer, "closure": None})
     assert not torch_compat.is_torchs_step(optimizer, code, {"self": optimizer, "closure": print})
+
+
+def test_our_libraries_are_not_linked_with_torch() -> None:
+    """Linking reads all of a library, and torch's have hundreds of megabytes."""
+    with (
+        fresh_cache(),
+        mock.patch.object(CppBuilder, "build", side_effect=CppBuilder.build, autospec=True) as build,
+    ):
+        load_cpp_library('extern "C" int seven() { return 7; }')
+    (call,) = build.call_args_list
+    command = call.args[0].get_command_line()
+    assert "-lgomp" in command
+    assert not re.search(r"-l(torch|c10)", command)
+
+
+def test_code_that_dynamo_has_written_has_a_key_by_identity() -> None:
+    """Its constants may have no hash."""
+    code = (lambda: 1).__code__
+    written = code.replace(co_consts=([],))
+    assert key_of_code(code) == key_of_code(code.replace())
+    assert {key_of_code(written): 1}[key_of_code(written)] == 1
+    assert key_of_code(written) != key_of_code(code.replace(co_consts=([],)))
