@@ -229,6 +229,7 @@ WAYS_OF_SPREADS: dict[str, tuple[torch.dtype, dict[str, Any] | None]] = {
 #: Optimizers of torch that have a first moment.
 WITH_MOMENTS: dict[str, Callable[..., Optimizer]] = {
     "AdamW": partial(torch.optim.AdamW, weight_decay=WEIGHT_DECAY),
+    "AdamW, foreach": partial(torch.optim.AdamW, weight_decay=WEIGHT_DECAY, foreach=True),  # GPUs' default
     "AdamW, amsgrad": partial(torch.optim.AdamW, weight_decay=WEIGHT_DECAY, amsgrad=True),
     "NAdam": torch.optim.NAdam,
     "RAdam": torch.optim.RAdam,

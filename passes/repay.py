@@ -119,7 +119,8 @@ def _repay(editor: GraphEditor, program: StepProgram, state: StateTensor) -> boo
     """Rewrite the update of a moment that parameters are linear in; return whether they are."""
     moment, beta = unless_skipped(state.placeholder, new_value(state)), float(state.recurrence.slopes[0])
     way = _Way(program, state, moment)
-    corrections = [node for node in editor.graph.nodes if node in way.sources and _is_correction(node, beta)]
+    nodes = (node for node in editor.graph.nodes if node in way.sources)
+    corrections = {node: found for node in nodes if (found := _correction(node, beta)) is not None}
     powers = _Powers(editor.graph, moment, corrections, way.others)
     if not way.readers or not way.moved <= powers.linear:
         return False
@@ -132,9 +133,10 @@ def _repay(editor: GraphEditor, program: StepProgram, state: StateTensor) -> boo
     store = fmt.store_nearest if way.is_alone else fmt.store
     with editor.graph.inserting_before(first):
         k: Any = _all_later(beta)
-        steps = {unconverted(node.args[1]).args[1] for node in corrections}
+        steps = {power.args[1] for _, power in corrections.values()}
         if len(steps) == 1 and all(powers.of[value] == -1 for value in way.moved):
-            k = _in_this_step(editor, beta, corrections[0], first, order)
+            correction, (sign, _) = next(iter(corrections.items()))
+            k = _in_this_step(editor, beta, correction, sign, first, order)
         inputs = (moment, state.placeholder, *state.added_inputs)
         parts = editor.inline(store, *inputs, elementwise=fmt.is_elementwise)
         (value,) = editor.inline(fmt.join, *parts, elementwise=fmt.is_elementwise)
@@ -151,12 +153,14 @@ def _repay(editor: GraphEditor, program: StepProgram, state: StateTensor) -> boo
 
 
 def _in_this_step(
-    editor: GraphEditor, beta: float, correction: Node, first: Node, order: dict[Node, int]
+    editor: GraphEditor, beta: float, correction: Node, sign: int, first: Node, order: dict[Node, int]
 ) -> Node:
-    """Add the k of a step in front of ``first``: Note [Repaying in the first steps]."""
+    """Add the k of a step, B being correction * sign, above ``first``: Note [Repaying in the first steps]."""
     for node in sorted(made_of(correction), key=order.__getitem__):
         if order[node] > order[first]:
             first.prepend(node)
+    if sign < 0:
+        correction = editor.call(aten.neg.default, correction)
 
     def later(b: Tensor) -> Tensor:
         q = (1 - b) * beta**0.5
@@ -258,12 +262,28 @@ class _Powers:
         return self.of.get(value, Fraction(0)) if isinstance(value, Node) else Fraction(0)
 
 
-def _is_correction(node: Node, beta: float) -> bool:
-    """Return whether a value is the number ``1 - beta**t``."""
-    if node.target is not aten.sub.Tensor or not is_number(node) or node.kwargs:
-        return False
-    one, power = node.args
-    if known_number(one) != 1 or not isinstance(power, Node):
-        return False
-    power = unconverted(power)
-    return getattr(power.target, "overloadpacket", None) is aten.pow and known_number(power.args[0]) == beta
+def _correction(node: Node, beta: float) -> tuple[int, Node] | None:
+    """Return 1 and ``beta**t`` if a value is the number ``1 - beta**t``, -1 for ``beta**t - 1``; or None."""
+    one, minus, power = (is_number(node) and _in_power(node, beta)) or (0.0, 0.0, None)
+    return (int(one), power) if power is not None and (one, minus) in ((1, -1), (-1, 1)) else None
+
+
+def _in_power(value: Any, beta: float) -> tuple[float, float, Node | None] | None:
+    """Return ``a``, ``c`` and ``beta**t`` of a number ``a + c * beta**t``; None for other numbers."""
+    if (number := known_number(value)) is not None:
+        return number, 0.0, None
+    if not isinstance(value, Node) or (node := unconverted(value)).op != "call_function" or node.kwargs:
+        return None
+    if getattr(node.target, "overloadpacket", None) is aten.pow:
+        return (0.0, 1.0, node) if known_number(node.args[0]) == beta else None
+    sign, parts = facts_of(node.target).sign, [_in_power(each, beta) for each in node.args]
+    if node.target is aten.neg.default:
+        sign, parts = "-", [(0.0, 0.0, None), *parts]
+    if sign not in ("+", "-", "*") or None in parts:
+        return None
+    (a, c, power), (b, d, other) = (part for part in parts if part is not None)
+    if sign == "*":
+        return None if power is not None and other is not None else (a * b, a * d + b * c, power or other)
+    if power is not None and other is not None and power is not other:
+        return None
+    return (a + b, c + d, power or other) if sign == "+" else (a - b, c - d, power or other)

@@ -89,6 +89,7 @@ def test_a_step_is_nearer_to_float64_than_float32(name: str, dtype: torch.dtype)
         ("AdamW", 0.02, 1e-6),
         ("AdamW", 0.5, 1e-5),
         ("AdamW, amsgrad", 0.02, 1e-5),
+        ("AdamW, foreach", 0.02, 1e-5),
         ("NAdam", 0.02, 1e-5),
         ("SGD", 0.02, 1e-4),
         ("SGD, Nesterov", 0.5, 1e-5),

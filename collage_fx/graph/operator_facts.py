@@ -119,6 +119,7 @@ OPERATORS: dict[str, Facts] = {
     "aten.sub": Facts(composite=lambda x, y, alpha=1: x - _scaled(y, alpha), function=operator.sub, sign="-"),
     "aten.mul": Facts(function=operator.mul, sign="*"),
     "aten.div": Facts(function=operator.truediv, sign="/"),
+    "aten.true_divide": Facts(function=operator.truediv, sign="/"),
     **_rows(Facts(divides=True), "aten.div.Scalar_mode aten.div.Tensor_mode aten.floor_divide aten.fmod"),
     **_rows(Facts(divides=True), "aten.remainder prims.div prims.fmod prims.remainder"),
     "aten.neg": Facts(moves=True, function=operator.neg),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from fractions import Fraction
 from typing import Any
@@ -12,11 +13,13 @@ from expecttest import assert_expected_inline
 from torch import Tensor
 from torch.fx import Node
 
+from collage_fx import backend_of, install
 from collage_fx.graph import PASS_MARK, StepProgram, graph_text, new_value, placeholders, unless_skipped
 from collage_fx.numerics import PACKED_FORMATS
 from collage_fx.passes.repay import MOST
 from tests.support.float_bits import same_bits
 from tests.support.programs import after, captured
+from tests.support.training import parameters, set_gradients
 
 Step = Callable[..., Any]
 
@@ -300,14 +303,34 @@ def shares(beta: float, steps: int) -> list[float]:
     ]
 
 
-@pytest.mark.parametrize("beta", [0.5, 0.9, 0.95, 0.99])
-def test_the_share_is_near_the_sum_over_later_steps(beta: float) -> None:
+#: A moment divided by its bias correction, as optimizers write it.
+CORRECTED: dict[str, Callable[[Tensor, Tensor, float], Tensor]] = {
+    "1 - beta**t": lambda m, t, beta: m / (1 - beta**t),
+    "beta**t - 1": lambda m, t, beta: m / (beta**t - 1),  # torch's, foreach=True
+    "reciprocal": lambda m, t, beta: m * (torch.pow(beta, t) - 1).div(0.5).reciprocal(),
+    "negated": lambda m, t, beta: m / -(beta**t - 1),
+    "a sum": lambda m, t, beta: m / (1 + -1 * beta**t),  # how numbers of Python arrive in a graph
+    "rsub": lambda m, t, beta: m * (0.5 / torch.rsub(beta**t, 1)),
+    "base in a tensor": lambda m, t, beta: m / (1 - torch.full((), beta, dtype=torch.float64) ** t),
+}
+
+
+@pytest.mark.parametrize(
+    ("beta", "corrected"),
+    [
+        *((beta, CORRECTED["1 - beta**t"]) for beta in (0.5, 0.9, 0.95, 0.99)),
+        *((0.9, each) for each in CORRECTED.values()),
+    ],
+)
+def test_the_share_is_near_the_sum_over_later_steps(
+    beta: float, corrected: Callable[[Tensor, Tensor, float], Tensor]
+) -> None:
     """Nothing in the first step; a fifth too little, and ever less, once a fifth of the memory has passed."""
 
     def step(p: Tensor, m: Tensor, g: Tensor, t: Tensor) -> None:
         t.add_(1)
         m.lerp_(g, 1 - beta)
-        p.sub_(m / (1 - beta**t))
+        p.sub_(corrected(m, t, beta))
 
     program = program_of(step, "p m g t", dtypes=torch.float16)  # whose errors are small enough for all four
     graph = program.gm.graph
@@ -376,3 +399,34 @@ def test_a_skipped_step_keeps_every_bit() -> None:
     gradient = torch.randn(64, generator=drawn).bfloat16()
     steps_of(skipped, "p m g t", {**start, "t": torch.tensor(2.0)}, [gradient], shape=(64,))
     assert all(same_bits(start[name], kept[name]).all() for name in kept)
+
+
+class CountsInPython(torch.optim.Optimizer):
+    """Adam as most packages write it: the number of steps is one of Python's."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"lr": 1e-3})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for p in self.param_groups[0]["params"]:
+            state = self.state[p]
+            if not state:
+                state.update(step=0, m=torch.zeros_like(p), v=torch.zeros_like(p))
+            state["step"] += 1
+            state["m"].lerp_(p.grad, 1 - 0.9)
+            state["v"].mul_(0.999).addcmul_(p.grad, p.grad, value=0.001)
+            size = math.sqrt(1 - 0.999 ** state["step"]) / (1 - 0.9 ** state["step"])
+            p.addcdiv_(state["m"], state["v"].sqrt() + 1e-8, value=-1e-3 * size)
+
+
+def test_the_first_steps_are_repaid_where_python_counts_them() -> None:
+    """The correction is a number that AOTAutograd writes as a sum and a product."""
+    params = parameters(shapes=[(16,)])
+    optimizer = install(CountsInPython(params))
+    for i in range(4):
+        set_gradients(params, i)
+        optimizer.step()
+    *_, last = backend_of(optimizer).report().graphs
+    lines = graph_text(last.after.graph).splitlines()
+    assert "float64[] = sub(6, " in "".join(line for line in lines if "# repay" in line)
