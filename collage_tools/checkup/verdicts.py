@@ -88,7 +88,6 @@ class TensorCheck:
         held: bfloat16 or float16 if every value is a number of it, else the stored dtype.
         constant: value of an initializer that at least 5 % of the entries have, or None.
         at_constant: number of entries with that value.
-        is_mixed: whether a vector has entries at the constant and far from it, but few between.
         has_left: mask of the entries that have left the constant, of a vector that is mixed; else None.
         is_trained: whether the tensor is surely not as an initializer draws or fills it.
         zeros, not_finite: number of zeros, and of infinities and NaN.
@@ -103,7 +102,6 @@ class TensorCheck:
     held: torch.dtype
     constant: float | None = None
     at_constant: int = 0
-    is_mixed: bool = False
     has_left: Tensor | None = field(default=None, repr=False, compare=False)
     is_trained: bool = False
     zeros: int = 0
@@ -115,6 +113,11 @@ class TensorCheck:
     @property
     def entries(self) -> int:
         return math.prod(self.shape)
+
+    @property
+    def is_mixed(self) -> bool:
+        """Whether a vector has entries at the constant and far from it, but few between."""
+        return self.has_left is not None
 
     @property
     def is_judged(self) -> bool:
@@ -355,10 +358,11 @@ class _Counter:
         zeros = int(of_magnitudes[0])
         finite = int(of_magnitudes[values(dtype)[:MAGNITUDES].isfinite()].sum())
         constant, at_constant = _constant(counts, dtype)
-        mixed = trained = False
-        sums = None
+        trained = False
+        has_left = sums = None
         if is_vector(shape):
-            mixed = bool(constant) and _is_mixed(counts, dtype, constant or 0.0, at_constant)
+            if constant and _is_mixed(counts, dtype, constant, at_constant):
+                has_left = torch.ne(narrow, constant).flatten()
             trained = _has_left_one(counts, dtype)
             if trained or constant:
                 self.vectors[dtype] = self.vectors.get(dtype, 0) + counts
@@ -382,8 +386,7 @@ class _Counter:
             dtype,
             constant,
             at_constant,
-            mixed,
-            torch.ne(narrow, constant).flatten() if mixed and constant is not None else None,
+            has_left,
             trained,
             zeros,
             narrow.numel() - finite,
