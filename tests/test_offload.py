@@ -167,6 +167,23 @@ def test_several_backward_passes() -> None:
     assert_same(*ways)
 
 
+def test_float32_gradients_of_bfloat16_weights() -> None:
+    """They are summed over two backward passes, and reach the host, without being rounded."""
+    ways = []
+    for is_offloaded in (True, False):
+        of = model()
+        for p in of.parameters():
+            p.grad_dtype = torch.float32
+        optimizer = install(adamw(of.parameters()))
+        if is_offloaded:
+            offload(optimizer, accumulate=2)
+        for batch in batches(2):
+            loss_of(of, batch).backward()
+        optimizer.step()
+        ways.append(weights(of))
+    assert_same(*ways)
+
+
 def test_the_step_runs_in_a_thread_beside_the_backward_pass() -> None:
     class Watched(Link):
         def __init__(self) -> None:

@@ -153,6 +153,34 @@ def test_gradients_may_be_laid_out_anew_in_each_step(by_family: bool) -> None:
         assert not differences(*(everything(run.optimizer) for run in runs))
 
 
+#: Whether every number of the first dtype is one of the second, in which code has been compiled.
+HOLDS = {
+    (torch.bfloat16, torch.float32): True,
+    (torch.float16, torch.float32): True,
+    (torch.float32, torch.float64): True,
+    (torch.float32, torch.bfloat16): False,
+    (torch.float16, torch.bfloat16): False,
+    (torch.bfloat16, torch.float16): False,
+    (torch.int8, torch.float32): False,  # no dtype of gradients
+}
+
+
+@pytest.mark.parametrize(("given", "compiled"), HOLDS, ids=str)
+def test_gradients_of_another_dtype_are_taken_if_they_stay_exact(
+    given: torch.dtype, compiled: torch.dtype
+) -> None:
+    cpu = torch.device("cpu")
+    layouts = Layouts([Expected(0, "g", compiled, cpu, (3,), (1,), is_checked=False, is_only_read=True)])
+    arguments = [torch.tensor([1.0, -3.0, 7.0]).to(given)]
+    if HOLDS[given, compiled]:
+        layouts.fit(arguments)
+        assert arguments[0].dtype is compiled
+        assert arguments[0].tolist() == [1.0, -3.0, 7.0]
+        return
+    with pytest.raises(ChangedTensorError, match=f"of {given} on cpu, where .* for {compiled} on cpu"):
+        layouts.fit(arguments)
+
+
 def calls_of_a_step(tensors: int) -> int:
     run = Run(by_family=True, shapes=[(3,)] * tensors)
     set_gradients(run.params, 2)
