@@ -214,6 +214,27 @@ def test_steps_that_call_the_compiled_one_are_quiet(seed: int) -> None:
     assert relative_error(params_of(optimizer), params_of(exact), start()) <= 2 * ALLOWED
 
 
+def test_a_step_that_has_called_the_compiled_one_may_restore_weights_later() -> None:
+    """As at a spike of the loss: it is trusted, and the optimizer's step is the program's function again."""
+    optimizer = install(adamw())
+    own, is_spike = optimizer.step, False
+
+    def step() -> None:
+        if not is_spike:
+            own()
+            return
+        with torch.no_grad():
+            for p, p0 in zip(params_of(optimizer), start(), strict=True):
+                p.copy_(p0)
+
+    give(optimizer, lambda _: step)
+    train(cleared(optimizer), 1)
+    assert optimizer.step is step
+    is_spike = True
+    train(optimizer, 1)
+    assert all(map(torch.equal, params_of(optimizer), start()))
+
+
 @pytest.mark.parametrize("order", ["step, scheduler", "scheduler, step"])
 def test_a_scheduler_and_a_step_of_the_instance(order: str) -> None:
     optimizer = adamw()
