@@ -170,6 +170,20 @@ def test_an_optional_pass_that_fails_is_left_out_with_a_warning(before: str) -> 
     assert next(text for name, text in graph.passes if name == "spoils").startswith("left out: ")
 
 
+def test_state_that_was_rounded_at_random_has_an_error_term_although_a_pass_is_left_out() -> None:
+    """Without either, plain rounding would lose its small updates, under strategy "light" too."""
+
+    def step(m: Tensor, g: Tensor) -> None:
+        exact = (m.float() * 0.5 + g.float()).view(torch.int32)
+        noise = torch.randint_like(exact, low=0, high=1 << 16)
+        m.copy_(((exact + noise) & -65536).view(torch.float32))
+
+    program = captured(step, "m g", strategy="light")
+    run_pipeline(program, inserted(Spoils(), before="analyze"))
+    assert len(program.left_out) == 1
+    assert [state.compensated for state in program.states] == [True]
+
+
 #: Text of the warning.
 MET = (
     r"the pass (spoils|in-order-of-memory|in-stacks) failed with ZeroDivisionError: in the middle. "

@@ -347,6 +347,7 @@ class StepProgram:
         """Copy the graph; return a function that goes back to the copy, with all tensors as they are now."""
         gm, states, reads = copy_of(self.gm), [*map(replace, self.states)], [*map(replace, self.reads)]
         copies = dict(zip(self.gm.graph.nodes, gm.graph.nodes, strict=True))
+        rounded_at_random = {copies[node] for node in self.rounded_at_random}
 
         def copied(value: Any) -> Any:
             if isinstance(value, Recurrence):
@@ -361,7 +362,7 @@ class StepProgram:
 
         def go_back() -> None:
             self.gm, self.states, self.reads = gm, [*map(moved, states)], [*map(moved, reads)]
-            self.rounded_at_random = {copies[node] for node in self.rounded_at_random}
+            self.rounded_at_random = rounded_at_random
 
         return go_back
 
