@@ -3,6 +3,7 @@
 import pytest
 import torch
 from expecttest import assert_expected_inline
+from torch import Tensor
 
 from collage_fx.graph.nodes import placeholders
 from collage_fx.graph.text import graph_text
@@ -44,6 +45,26 @@ def test_small_updates_are_kept(error_format: str, dtype: torch.dtype) -> None:
     # exact.
     assert p.tolist() == [1.0] * 4
     assert lo.tolist() == [-3 * 2.0**-14] * 4
+
+
+def test_the_stored_value_is_read_for_an_optimizers_own_term_alone() -> None:
+    """Kahan's term and a float32 sum of the weights both have the 2**-17 that the stored pair cannot hold."""
+
+    def step(p: Tensor, g: Tensor, c: Tensor, total: Tensor) -> None:
+        c.add_(g)
+        old = p.clone()
+        p.add_(c)
+        c.add_(old - p)
+        total.add_(p)
+
+    dtypes = (*[torch.bfloat16] * 3, torch.float32)
+    program = after(captured(step, "p g c total", dtypes=dtypes, strategy="light"), "pin-roundings")
+    values = (1.0, 2.0**-8 + 2.0**-15, 2.0**-17, 0.0)
+    p, g, c, lo = (torch.full((4,), value).bfloat16() for value in values)
+    program.gm(p, g, c, total := torch.zeros(4), lo)
+    assert (p.double() + lo.double()).tolist() == [1 + 2.0**-8 + 2.0**-15] * 4
+    assert c.tolist() == [2.0**-17] * 4
+    assert total.tolist() == [1 + 2.0**-8 + 2.0**-15 + 2.0**-17] * 4
 
 
 def add(m: torch.Tensor, p: torch.Tensor) -> None:
