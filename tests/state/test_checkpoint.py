@@ -469,6 +469,21 @@ def test_what_no_longer_belongs_to_its_value_starts_from_zero_and_is_named(chang
         assert differences(everything(continued(saved, copied(params))[0]), everything(again)) == []
 
 
+def test_error_terms_of_other_values_are_not_given_to_a_tensor_that_replaces_theirs() -> None:
+    """An optimizer is loaded alone, and then its parameters are replaced by others of equal values."""
+    saved, optimizer = copy.deepcopy(trained().state_dict()), torch.optim.RMSprop(parameters(), alpha=0.999)
+    run_steps(step := compiled(optimizer), params := params_of(optimizer), [0])
+    optimizer.load_state_dict(copy.deepcopy(saved))
+    expected, _ = continued(zero_lo(saved, (0, "parameter"), (1, "parameter")), copied(params))
+    for i, (old, new) in enumerate(zip([*params], copied(params), strict=True)):
+        params[i] = new
+        optimizer.state[new] = optimizer.state.pop(old)
+    set_gradients(params, 3)
+    (told,) = warned(step)
+    assert "of other values than param_groups[0].params[0].parameter, param_groups[0].params[1]" in told
+    assert differences(everything(expected), everything(optimizer)) == []
+
+
 def test_a_detour_through_plain_torch_without_a_step_costs_nothing() -> None:
     optimizer = trained()
     saved, params = copy.deepcopy(optimizer.state_dict()), copied(params_of(optimizer))
