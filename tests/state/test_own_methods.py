@@ -190,6 +190,29 @@ def test_drawn_classes_load_what_they_have_saved(seed: int) -> None:
     assert not wrong, wrong
 
 
+class InOneBuffer(Averaging):
+    """Keeps the float32 state of all parameters in one buffer, once it has been loaded."""
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        super().load_state_dict(state_dict)
+        squares = [entries["square"] for entries in state_dict["state"].values()]
+        self.buffer = torch.cat([each.flatten() for each in squares])
+        views = self.buffer.split([each.numel() for each in squares])
+        for state, square, view in zip(self.state.values(), squares, views, strict=True):
+            state["square"] = view.view_as(square)
+
+
+def test_float32_state_stays_in_the_memory_that_a_load_has_put_it_in() -> None:
+    """Nothing of it has been rounded, so that a copy would cost memory, and part it from the buffer."""
+    params, saved = trained()
+    optimizer = install(InOneBuffer([torch.nn.Parameter(p.detach().clone()) for p in params]))
+    optimizer.load_state_dict(copy.deepcopy(saved))
+    squares = [state["square"] for state in optimizer.state.values()]
+    of_buffer = optimizer.buffer.untyped_storage().data_ptr()
+    assert [each.untyped_storage().data_ptr() for each in squares] == [of_buffer] * len(params)
+    assert all(map(torch.equal, squares, [entries["square"] for entries in saved["state"].values()]))
+
+
 class LaterVersion(Averaging):
     """Loads files of an earlier version, under whose names it keeps its state no longer."""
 
