@@ -263,8 +263,7 @@ def _triton_extreme(name: str) -> Writer:
     """Write the larger or smaller of two numbers, NaN if one of them is."""
 
     def written(dtype: torch.dtype, x: str, y: str) -> str:
-        nan = ", propagate_nan=tl.PropagateNan.ALL" if dtype.is_floating_point else ""
-        return f"tl.{name}({bare(x)}, {bare(y)}{nan})"
+        return f"tl.{name}({bare(x)}, {bare(y)}, propagate_nan=tl.PropagateNan.ALL)"
 
     return written
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -336,6 +337,17 @@ def test_a_small_kernel() -> None:
     )
 
 
+def early_loops(options: dict[str, Any]) -> str:
+    """The kernel of AdamW's step up to the loop that stores."""
+    parameters = [torch.nn.Parameter(torch.ones(64, 64, dtype=BF16)) for _ in range(2)]
+    for p in parameters:
+        p.grad = torch.ones_like(p)
+    optimizer = install(torch.optim.AdamW(parameters), **options)
+    optimizer.step()
+    code = backend_of(optimizer).report().graphs[-1].code[-1]
+    return code[: code.index("if (__builtin_expect")]
+
+
 @pytest.mark.parametrize(
     ("options", "loops"),
     [
@@ -347,15 +359,15 @@ def test_a_small_kernel() -> None:
     ids=str,
 )
 def test_a_long_chain_behind_a_quotient_has_a_loop_of_its_own(options: dict[str, Any], loops: int) -> None:
-    parameters = [torch.nn.Parameter(torch.ones(64, 64, dtype=BF16)) for _ in range(2)]
-    for p in parameters:
-        p.grad = torch.ones_like(p)
-    optimizer = install(torch.optim.AdamW(parameters), **options)
-    optimizer.step()
-    code = backend_of(optimizer).report().graphs[-1].code[-1]
-    before_stores = code[: code.index("if (__builtin_expect")]
+    before_stores = early_loops(options)
     assert before_stores.count("#pragma omp simd reduction") == loops
     assert "square_root" not in before_stores[before_stores.rindex("#pragma omp simd") :] or loops == 1
+
+
+def test_a_packed_moment_is_read_once_by_all_loops_before_the_stores() -> None:
+    """What its new value is made of is not computed again for the new scale, nor for the update."""
+    before_stores = early_loops({"strategy": "light", "state": "block16"})
+    assert len(re.findall(r"number_of_code_16_signed\(in\d", before_stores)) == 1
 
 
 @pytest.mark.skipif(not torch.__version__.startswith("2.13"), reason="the page has torch 2.13's graph")

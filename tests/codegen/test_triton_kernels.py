@@ -53,6 +53,7 @@ MORE: dict[str, tuple[Any, list[Any]]] = {
     "not, of integers": (aten.bitwise_not.default, [patterns(torch.int32, 3)]),
     "and, of truth values": (aten.logical_and.default, [patterns(torch.bool, 1), patterns(torch.bool, 2)]),
     "or, of numbers": (aten.logical_or.default, [patterns(F32, 1), patterns(F32, 2)]),
+    "the larger of integers": (aten.maximum.default, [patterns(torch.int32, 3), patterns(torch.int32, 4)]),
     "the bits of halves": (aten.view.dtype, [patterns(torch.bfloat16, 7), torch.int16]),
     "float64 to bfloat16": (prims.convert_element_type.default, [patterns(torch.float64, 1), torch.bfloat16]),
 }
@@ -109,6 +110,18 @@ def test_quotients_are_rounded_where_inductor_is_told_to(rounds: bool) -> None:
     with torch._inductor.config.patch({"eager_numerics.division_rounding": rounds}):
         source = printed(graph_of(aten.div.Tensor, [x, y], x, length=True)).source[True]
     assert ("tl.div_rn(" in source) is rounds
+
+
+@pytest.mark.parametrize(
+    ("target", "instruction"),
+    [(aten.maximum.default, "max.NaN.f32"), (aten.minimum.default, "min.NaN.f32")],
+    ids=["larger", "smaller"],
+)
+def test_the_larger_or_smaller_of_a_number_and_nan_is_nan_on_a_card(target: Any, instruction: str) -> None:
+    """A card's instruction leaves NaN out unless it is told not to; the interpreter never does."""
+    x, y = (patterns(F32, seed) for seed in (1, 2))
+    kernel = printed(graph_of(target, [x, y], x, length=True))
+    assert instruction in str(machine_code(kernel.name, kernel.source[True]).stages["ptx"])
 
 
 def test_operations_without_a_spelling_are_refused() -> None:
