@@ -209,6 +209,34 @@ class UsesTheLoss(Optimizer):
         return loss
 
 
+class AsksAgain(UsesTheLoss):
+    """Optimizer whose helper calls the closure that its step has called before."""
+
+    def step(self, closure: Any = None) -> Any:
+        loss = closure()
+        self.again(closure)
+        with torch.no_grad():
+            for p in self.param_groups[0]["params"]:
+                p.sub_(p.grad, alpha=2.0**-9)
+        return loss
+
+    def again(self, closure: Any) -> None:
+        closure()
+
+
+def test_a_closure_that_a_helper_calls_again_is_called_as_often_as_in_eager_torch() -> None:
+    """A closure that is called ahead of the step has the gradients of one call alone."""
+    case = Case("first", "returned", "a float", has_source=True, passes=1)
+    params, exact = start(), [torch.nn.Parameter(p.detach().double()) for p in start()]
+    closure, in_eager_torch = Closure(params, case), Closure(exact, case)
+    step: Callable[..., Any] = install(AsksAgain(params)).step
+    in_eager: Callable[..., Any] = AsksAgain(exact).step
+    for _ in range(STEPS):
+        assert step(closure) == in_eager(in_eager_torch)
+    assert closure.calls == in_eager_torch.calls == 2 * STEPS
+    assert relative_error(params, exact, start()) <= ALLOWED
+
+
 @pytest.mark.parametrize("release", [step_in_backward, lambda _, optimizer: offload(optimizer)])
 def test_a_step_that_uses_the_loss_is_not_taken_in_the_backward_pass(release: Callable[..., Any]) -> None:
     """Refusal before anything has changed; the tests above execute its remedy, install()."""

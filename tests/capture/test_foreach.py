@@ -12,9 +12,10 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
-from collage_fx import full_value
+from collage_fx import full_value, install
 from collage_fx.capture.foreach import PREFIX
 from collage_fx.capture.recording import is_recorded
+from tests.support.training import Descent
 from tests.support.twin import TwinBackend
 
 NAMES = [name for name in dir(torch) if name.startswith(PREFIX)]
@@ -136,3 +137,22 @@ def test_every_function_of_lists(name: str, recorded: bool) -> None:
             allowed = 2.0**-8 * (p64 - start).abs() + 2.0**-23 * p64.abs()
             off = (full_value(p) - p64).abs()
             assert bool((off <= allowed).all()), f"{overload}: off by {off}, not {allowed}"
+
+
+class Follows(Descent):
+    """Parameters move towards their gradients by a constant share of the way."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        params = self.param_groups[0]["params"]
+        torch._foreach_lerp_(params, [p.grad for p in params], 0.775)
+
+
+def test_a_weight_from_a_half_on_is_not_rounded_to_16_bits() -> None:
+    """In eager torch on a CPU it is not, but Dynamo traces what torch does on a GPU."""
+    params = parameters(torch.bfloat16)
+    expected = [torch.lerp(p.detach().double(), p.grad.double(), 0.775) for p in params if p.grad is not None]
+    install(Follows(params)).step()
+    for p, value in zip(params, expected, strict=True):
+        # The value and its error term have 16 bits together; 1 - 0.775 would be off by 2**-9.3.
+        assert float((full_value(p) - value).abs().max()) <= float(value.abs().max()) * 2.0**-16
