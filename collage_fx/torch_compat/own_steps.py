@@ -15,8 +15,7 @@ import functools
 import threading
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from types import FunctionType, MethodType
 from typing import Any, Protocol
 
@@ -243,36 +242,39 @@ def remove_own_step(optimizer: Optimizer) -> None:
     own |= left
 
 
-@contextmanager
-def without_hooks(optimizer: Optimizer) -> Iterator[None]:
-    """Context manager: the optimizer has no hooks around its step; those that it registers come to the rest.
+class without_hooks:
+    """Context manager: the optimizer has no hooks around its step; hooks that it registers come to the rest.
 
     Several threads may be inside: the thread of ``offload`` takes a part of a step, another one the rest.
     """
-    own = vars(optimizer)  # no hooks if its class does not call Optimizer.__init__
-    with _lock:
-        inside = own.setdefault(_INSIDE, [])
-        if not inside:
-            own[_KEPT] = {name: own[name] for name in (_PRE, _POST) if name in own}
-            # Dynamo would trace the hooks a second time.
-            own |= {_PRE: OrderedDict(), _POST: OrderedDict()}
-        inside.append(threading.get_ident())
-    try:
-        yield
-    finally:
-        with _lock:
+
+    _lock = threading.Lock()
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self._own = vars(optimizer)  # no hooks if its class does not call Optimizer.__init__
+
+    def __enter__(self) -> None:
+        own = self._own
+        with self._lock:
+            inside = own.setdefault(_INSIDE, [])
+            if not inside:
+                own[_KEPT] = own.get(_PRE), own.get(_POST)
+                # Dynamo would trace the hooks a second time.
+                own |= {_PRE: OrderedDict(), _POST: OrderedDict()}
+            inside.append(threading.get_ident())
+
+    def __exit__(self, *_: object) -> None:
+        own = self._own
+        with self._lock:
+            inside = own[_INSIDE]
             inside.remove(threading.get_ident())
             if not inside:
                 del own[_INSIDE]
-                kept = own.pop(_KEPT)
-                for name in (_PRE, _POST):
+                for name, kept in zip((_PRE, _POST), own.pop(_KEPT), strict=True):
                     added = own.pop(name)
-                    if added or name in kept:
-                        own[name] = kept.get(name, added)
+                    if added or kept is not None:
+                        own[name] = added if kept is None else kept
                         own[name].update(added)
-
-
-_lock = threading.Lock()
 
 
 def _between_hooks(
@@ -280,14 +282,15 @@ def _between_hooks(
 ) -> Any:
     """Call the optimizer's hooks before and after ``run``, as torch does; return the result of ``run``."""
     own = vars(optimizer)
-    for hook in own.get(_KEPT, own).get(_PRE, {}).values():
+    before, after = own.get(_KEPT, (own.get(_PRE), own.get(_POST)))
+    for hook in (before or {}).values():
         replaced = hook(optimizer, args, kwargs)
         if replaced is not None:
             args, kwargs = replaced
-    before = set(own.get(_KEPT, own).get(_POST, {}))
+    keys = {*(after or ())}
     with without_hooks(optimizer):
         result = run(*args[1:], **kwargs)
-    for key, hook in [*own.get(_KEPT, own).get(_POST, {}).items()]:
-        if key in before:  # torch's wrapper around the step has called one that the step registered
+    for key, hook in [*(after or {}).items()]:
+        if key in keys:  # torch's wrapper around the step has called one that the step registered
             hook(optimizer, args, kwargs)
     return result
