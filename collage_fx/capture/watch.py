@@ -59,7 +59,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 from types import CodeType, FunctionType
 from typing import Any, cast
-from weakref import WeakSet
+from weakref import ref
 
 import torch
 from torch import Tensor
@@ -193,8 +193,11 @@ class _Compilations(Counter[Any]):
     """
 
 
-class _Stepped(WeakSet[Optimizer]):
-    """Part of the compiler object of a call of ``torch.compile``: optimizers that its callable steps."""
+class _Stepped(dict[int, ref[Optimizer]]):
+    """Part of the compiler object of a call of ``torch.compile``: optimizers that its callable steps.
+
+    By ``id``, and not a ``WeakSet``, of which each step would have to call eight functions.
+    """
 
 
 @dataclass
@@ -450,7 +453,7 @@ def _after_conversion(request: Request, compiler: Any, code: CodeType, variables
             record(subject, request, _too_many(subject, code).met)
         records.of(subject, _Compilations)[_compilation_key(subject, code)] += 1
         if isinstance(subject, Optimizer):
-            records.of(compiler, _Stepped).add(subject)
+            records.of(compiler, _Stepped)[id(subject)] = ref(subject)
             note_held(subject)
 
 
@@ -461,8 +464,9 @@ def _before_call(compiler: Any) -> None:
         records.drop(compiler, CompiledCode)
         for code in compiled.codes.values():
             drop_code(code)
-    for optimizer in records.find(compiler, _Stepped) or ():
-        if not is_recorded(optimizer):  # recorded steps check for themselves
+    for reference in [*(records.find(compiler, _Stepped) or {}).values()]:
+        optimizer = reference()
+        if optimizer is not None and not is_recorded(optimizer):  # recorded steps check for themselves
             settle_replaced(optimizer)
 
 

@@ -26,6 +26,7 @@ from collections.abc import Callable, Sequence
 from operator import is_
 
 from torch import Tensor
+from torch.nn import Parameter
 
 from collage_fx.codegen import PEEKED, Peek, is_library_loaded
 from collage_fx.state.claims import some
@@ -244,14 +245,15 @@ def _part(i: int) -> slice:
 
 def _versions_of(tensors: Sequence[Tensor]) -> list[int]:
     """Return the version counters of tensors, ``_PACKED`` for packed tensors."""
-    packed = {kind for kind in {*map(type, tensors)} if issubclass(kind, PackedTensor)}
-    if not packed:
+    if {*map(type, tensors)} <= {Tensor, Parameter}:  # asked in each step
         return [*map(version_of, tensors)]
-    return [_PACKED if type(each) in packed else version_of(each) for each in tensors]
+    return [_PACKED if isinstance(each, PackedTensor) else version_of(each) for each in tensors]
 
 
 def _are_in_host_memory(tensors: Sequence[Tensor]) -> bool:
     """Return whether all tensors are ordinary, contiguous and on the CPU."""
+    if tensors and tensors[0].device.type != "cpu":  # asked in each step
+        return False
     return all(
         each is local_tensor(each) and each.device.type == "cpu" and each.is_contiguous() and each.numel()
         for each in tensors
