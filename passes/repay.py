@@ -19,6 +19,9 @@ In Adam, c is proportional to 1 / B with B = 1 - beta**t, and falls from step to
 ``-sqrt(beta) / log(beta) B (-log(1 - q) / q)`` with q = sqrt(beta) (1 - B). Here beta / (1 - beta) stands for
 the first factor, which differs by 1e-3, and the Pade approximant (6 - q) / (6 - 4 q) for the last.
 
+Of a number that comes from outside of the graph, as in recorded steps, nothing is known: k is
+beta / (1 - beta) from the first step on, and errs there as a moment that is not repaid.
+
 And 1 - beta**(t - 1) stands for B, so that the first step repays nothing. There c is divided by the root of
 a single square, which may be much smaller than the mean of two. (In blocks, whose elements have a scale in
 common, an element with a small first gradient was moved by a third of the learning rate.)

@@ -302,10 +302,9 @@ def _refuse_subclass(parameter: Tensor, name: str) -> None:
 
 def refuse_devices(optimizer: Optimizer) -> None:
     """Raise for low-precision parameters on a device that is known not to work, before the first step."""
-    for g, group in enumerate(optimizer.param_groups):
-        for i, parameter in enumerate(group["params"]):
-            if is_low_precision(parameter.dtype) and parameter.device.type in DEVICES:
-                _refuse_device(parameter, f"param_groups[{g}].params[{i}]")
+    for name, parameter in parameter_names(optimizer):
+        if is_low_precision(parameter.dtype) and parameter.device.type in DEVICES:
+            _refuse_device(parameter, name)
 
 
 def _refuse_device(tensor: Tensor, name: str) -> None:

@@ -204,11 +204,11 @@ class Offload(GradientRelease):
 
     def _ask(self) -> None:
         """Give twins to parameters on a device that the optimizer has now, and had not before."""
-        groups = self._optimizer.param_groups
-        for k, group in enumerate(groups):
-            for i, p in enumerate(group["params"]):
+        groups, names = self._optimizer.param_groups, parameter_names(self._optimizer)
+        for group in groups:  # of which the names go on from one to the next
+            for i, (p, (name, _)) in enumerate(zip(group["params"], names, strict=False)):
                 if id(p) not in self._device_of:
-                    _refuse_dtensor(p, f"param_groups[{k}].params[{i}]")
+                    _refuse_dtensor(p, name)
                     twin = group["params"][i] = self._twin_of(p)
                     if p in self._optimizer.state:
                         self._optimizer.state[twin] = self._optimizer.state.pop(p)
