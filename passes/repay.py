@@ -19,12 +19,14 @@ In Adam, c is proportional to 1 / B with B = 1 - beta**t, and falls from step to
 ``-sqrt(beta) / log(beta) B (-log(1 - q) / q)`` with q = sqrt(beta) (1 - B). Here beta / (1 - beta) stands for
 the first factor, which differs by 1e-3, and the Pade approximant (6 - q) / (6 - 4 q) for the last.
 
-Of a number that comes from outside of the graph, as in recorded steps, nothing is known: k is
-beta / (1 - beta) from the first step on, and errs there as a moment that is not repaid.
-
 And 1 - beta**(t - 1) stands for B, so that the first step repays nothing. There c is divided by the root of
 a single square, which may be much smaller than the mean of two. (In blocks, whose elements have a scale in
 common, an element with a small first gradient was moved by a third of the learning rate.)
+
+A number that comes from outside of the graph, as in a recorded step, does not show how it is made. If
+elements have divisors of their own, as in Adam, one is taken for a correction, and the moment counts its
+steps for t. If there was none, the first steps are repaid in part. Without this, k is far too large in them:
+five times the error after three steps, twice after three hundred.
 
 A moment is a state without error terms whose old value is multiplied by a constant. Parameters have to be
 linear in its new value, and must not read its old one. Lion (a sign) and Muon (products of matrices) are not.
@@ -36,6 +38,7 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import dataclass
 from fractions import Fraction
+from functools import partial
 from typing import Any
 
 from torch import Tensor, float32, float64, ops
@@ -136,10 +139,13 @@ def _repay(editor: GraphEditor, program: StepProgram, state: StateTensor) -> boo
     store = fmt.store_nearest if way.is_alone else fmt.store
     with editor.graph.inserting_before(first):
         k: Any = _all_later(beta)
+        is_counted = powers.is_scaled and not corrections
         steps = {power.args[1] for _, power in corrections.values()}
         if len(steps) == 1 and all(powers.of[value] == -1 for value in way.moved):
             correction, (sign, _) = next(iter(corrections.items()))
             k = _in_this_step(editor, beta, correction, sign, first, order)
+        elif is_counted:
+            k = _in_counted_step(editor, beta, state.auxiliaries[-1])
         inputs = (moment, state.placeholder, *state.added_inputs)
         parts = editor.inline(store, *inputs, elementwise=fmt.is_elementwise)
         (value,) = editor.inline(fmt.join, *parts, elementwise=fmt.is_elementwise)
@@ -151,7 +157,7 @@ def _repay(editor: GraphEditor, program: StepProgram, state: StateTensor) -> boo
     why, _, _ = state.selection.partition("; rounded by dither")
     state.selection = f"{why}; rounded {rounding}, which each update repays"
     if way.is_alone:
-        state.rounded = parts
+        state.rounded, state.counts_steps = parts, is_counted
     return True
 
 
@@ -164,13 +170,21 @@ def _in_this_step(
             first.prepend(node)
     if sign < 0:
         correction = editor.call(aten.neg.default, correction)
-
-    def later(b: Tensor) -> Tensor:
-        q = (1 - b) * beta**0.5
-        return (b - (1 - beta)) * (_all_later(beta) / beta) * ((6 - q) / (6 - 4 * q))
-
-    (k,) = editor.inline(later, editor.convert(correction, float64))
+    (k,) = editor.inline(partial(_later, beta), editor.convert(correction, float64))
     return editor.convert(k, float32)
+
+
+def _in_counted_step(editor: GraphEditor, beta: float, count: Node) -> Node:
+    """Add the k of a step of a moment that counts its steps, of which it has taken ``count`` before."""
+    steps = editor.convert(editor.call(aten.add.Tensor, count, 1), float64)
+    (k,) = editor.inline(lambda t: _later(beta, 1 - beta**t), steps)
+    return editor.convert(k, float32)
+
+
+def _later(beta: float, b: Tensor) -> Tensor:
+    """Compute the sum of the later effects of an error, relative to the effect in the step with ``B = b``."""
+    q = (1 - b) * beta**0.5
+    return (b - (1 - beta)) * (_all_later(beta) / beta) * ((6 - q) / (6 - 4 * q))
 
 
 class _Way:

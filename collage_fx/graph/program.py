@@ -163,6 +163,7 @@ class StateTensor(Expansion):
             advice if empty.
         dithers_sum: set by ``sum-changes``: whether the sum that is stored is rounded by dither.
         rounded: set by ``repay``: hi and the auxiliaries that are stored, rounded to nearest.
+        counts_steps: set by ``repay``: whether its steps are counted although they are rounded to nearest.
     """
 
     store: Node
@@ -178,6 +179,7 @@ class StateTensor(Expansion):
     remedy: str = ""
     dithers_sum: bool = False
     rounded: tuple[Node, ...] = ()
+    counts_steps: bool = False
 
     @property
     def compensated(self) -> bool:
@@ -194,7 +196,8 @@ class StateTensor(Expansion):
         """Auxiliaries that the step writes: without the count of dither if it rounds nothing by dither."""
         if self.chosen_format is None or not self.chosen_format.is_dithered:
             return self.auxiliaries
-        is_counted = self.dithers_sum if self.chosen_format.dithers_sums else not self.rounded
+        is_dithered = self.dithers_sum if self.chosen_format.dithers_sums else not self.rounded
+        is_counted = is_dithered or self.counts_steps
         return self.auxiliaries if is_counted else self.auxiliaries[:-1]
 
     @property
