@@ -10,6 +10,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -219,6 +220,13 @@ def elements_kernel(strategy: Any) -> TableKernel:
     torch.compile(torch.optim.AdamW(params).step, backend=Backend(strategy=strategy))()
     (kernel,) = found
     return kernel
+
+
+def test_a_kernel_is_begun_when_it_is_printed() -> None:
+    """Compiling takes seconds, for which the first launch would wait."""
+    with mock.patch.object(TableKernel, "begin", autospec=True) as begin:
+        kernel = elements_kernel.__wrapped__("light")
+    assert any(call.args[0] is kernel for call in begin.call_args_list)
 
 
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90", "sm_100"])
