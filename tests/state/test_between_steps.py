@@ -792,3 +792,31 @@ def test_parameters_without_memory_are_not_looked_at(kind: str) -> None:
     assert not torch.equal(full_value(trained), before)
     assert frozen.grad is None
     assert torch.equal(codes, torch.ones_like(codes))
+
+
+def test_an_optimizer_that_is_made_after_a_compiled_function_is_told_of_its_writes() -> None:
+    """The function asks anew who holds its tensors: nothing is warned of, and every bit is kept."""
+
+    @torch.no_grad()
+    def subtract(params: list[torch.nn.Parameter]) -> None:
+        for p in params:
+            assert p.grad is not None
+            p.sub_(p.grad, alpha=2.0**-12)
+
+    (p,) = params = parameters(shapes=[(64,)])
+    lr, exact = 2.0**-12, p.detach().double()
+    step = torch.compile(subtract, backend=CollageBackend())
+    step_of_optimizer = None
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message="collage_fx")
+        for i in range(8):
+            set_gradients(params, i)
+            assert p.grad is not None
+            exact -= lr * p.grad.double()
+            if i in (0, 1, 4, 6):
+                step(params)
+            else:
+                step_of_optimizer = step_of_optimizer or install(Descent(params, lr)).step
+                step_of_optimizer()
+    # Pairs of bfloat16 and 16 bits: each of eight sums is rounded to 2**-16 of a weight.
+    assert float((full_value(p) - exact).abs().max()) <= 8 * 2.0**-16 * float(exact.abs().max())
