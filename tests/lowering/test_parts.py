@@ -238,6 +238,14 @@ def test_a_view_of_a_number_has_one_element_whatever_length_others_have() -> Non
     assert not rule.flat
 
 
+def test_a_reason_names_the_operators_of_a_rule() -> None:
+    def step(p: Tensor, g: Tensor) -> None:
+        p.sub_(g.sqrt())
+
+    (rule,) = rules(step, torch.ones(3), torch.ones(3))
+    assert rule.operations == "aten.sqrt.default, aten.sub.Tensor"
+
+
 def test_rules_that_are_not_flat_name_their_shapes() -> None:
     def step(p: Tensor, q: Tensor, r: Tensor) -> None:
         for x in (p, q, r):
