@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from collage_fx import CollageBackend, error_terms, full_value, install
-from collage_fx.capture.compiled import Compiled
+from collage_fx.capture.compiled import Compiled, CompiledCode, compiling_for, note_write
 from tests.support.training import parameters, set_gradients, set_gradients_of_both
 
 STEPS = 24
@@ -107,3 +107,14 @@ def test_code_fits_the_numbers_that_it_has_as_constants(constant: float, number:
     code: Any = Compiled(lambda: None, {0: constant}, (), frozenset(), False, None, cast(Any, None))
     fits = code.fits(SimpleNamespace(numbers=[number]))
     assert fits is (struct.pack("d", constant) == struct.pack("d", number))
+
+
+def test_what_is_compiled_afterwards_is_not_the_same_code() -> None:
+    """Such as the graphs of a report, which are of no step."""
+    code = CompiledCode()
+    (p,) = parameters(shapes=[(4,)])
+    with compiling_for(code):
+        note_write(torch.zeros(4), compensated=False)
+    note_write(p, compensated=False)
+    note_write(p, compensated=True)
+    assert not code.is_stale
