@@ -69,7 +69,13 @@ IN_TURN = tuple(
         *("integrations/test_by_name", "integrations/test_deepspeed", "lowering/test_launches"),
         *("lowering/test_schedule", "lowering/test_stacks", "lowering/test_triton_step", "test_budgets"),
         *("test_cli", "test_dtypes", "test_full_precision_forward", "test_gpu_counts", "test_gpu_kernels"),
-        *("test_gradient_release", "test_optim_db", "test_packed_float32", "test_packed_state"),
+        *(
+            "test_gradient_release",
+            "test_mutation",
+            "test_optim_db",
+            "test_packed_float32",
+            "test_packed_state",
+        ),
         *("test_parallel", "test_peer_formats", "test_sharded", "test_unit_scaled", "test_update_error"),
         *("test_weight_changes", "tools/test_gpu_code"),
     )
