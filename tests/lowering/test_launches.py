@@ -10,7 +10,6 @@ import re
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -24,7 +23,12 @@ from collage_fx.torch_compat import TableKernel
 from collage_tools.gpu_code.imaginary_cuda import machine_code
 from tests.support import triton_offline as offline
 from tests.support.launched import LaunchedSteps, step_on_cuda
-from tests.support.substitutes import no_kernel_over_a_table, no_tables_of_addresses, numbers_frozen
+from tests.support.substitutes import (
+    kernels_begun,
+    no_kernel_over_a_table,
+    no_tables_of_addresses,
+    numbers_frozen,
+)
 from tests.support.training import parameters, set_gradients
 
 pytestmark = pytest.mark.skipif(
@@ -224,9 +228,9 @@ def elements_kernel(strategy: Any) -> TableKernel:
 
 def test_a_kernel_is_begun_when_it_is_printed() -> None:
     """Compiling takes seconds, for which the first launch would wait."""
-    with mock.patch.object(TableKernel, "begin", autospec=True) as begin:
+    with kernels_begun() as begun:
         kernel = elements_kernel.__wrapped__("light")
-    assert any(call.args[0] is kernel for call in begin.call_args_list)
+    assert any(each is kernel for each in begun)
 
 
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90", "sm_100"])

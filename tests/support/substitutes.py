@@ -26,7 +26,7 @@ from collage_fx.numerics import AuxiliarySpec
 from collage_fx.pipeline import Pass, run_pipeline
 from collage_fx.runtime.batches import Batch
 from collage_fx.runtime.step import CompensatedStep
-from collage_fx.torch_compat import PATCHES, inductor_compile_inner
+from collage_fx.torch_compat import PATCHES, TableKernel, inductor_compile_inner
 from collage_fx.torch_compat.patching import Patch
 
 _OF_THE_TEST = Reason("of the test")
@@ -269,6 +269,15 @@ def failing_at_first(fail: Callable[[Any], None]) -> Iterator[list[str]]:
 
     with mock.patch("collage_fx.lowering.attempts.inductor_compile_inner", compile_inner):
         yield seen
+
+
+@contextlib.contextmanager
+def kernels_begun() -> Iterator[list[TableKernel]]:
+    """Context manager: yield kernels of cards whose compilation is begun; none is compiled."""
+    begun: list[TableKernel] = []
+    with mock.patch.object(TableKernel, "begin", autospec=True) as begin:
+        yield begun
+        begun.extend(call.args[0] for call in begin.call_args_list)
 
 
 @contextlib.contextmanager
