@@ -83,22 +83,22 @@ def offload(
     """
     chosen = sole_optimizer(optimizer, where="offload")
     refuse_options(accumulate, clip)
-    for name, parameter in parameter_names(chosen):
-        _refuse_dtensor(parameter, name)
+    _refuse_dtensors(chosen)
     refuse_joint(chosen, where="offload")
     if kept := kept_backend(chosen, options):
         options = {"backend": kept}
     return Offload(chosen, accumulate, bucket_bytes, max_norm, clip, scaler, options)
 
 
-def _refuse_dtensor(parameter: Tensor, name: str) -> None:
-    if sharding_of(parameter) is not None:
-        raise UnsupportedTensorError(
-            "a DTensor, which is not offloaded here",
-            where=name,
-            remedy="shard the model with fully_shard(..., offload_policy=CPUOffloadPolicy()), and install "
-            "the optimizer",
-        )
+def _refuse_dtensors(optimizer: Optimizer) -> None:
+    for name, parameter in parameter_names(optimizer):
+        if sharding_of(parameter) is not None:
+            raise UnsupportedTensorError(
+                "a DTensor, which is not offloaded here",
+                where=name,
+                remedy="shard the model with fully_shard(..., offload_policy=CPUOffloadPolicy()), and "
+                "install the optimizer",
+            )
 
 
 class Link:
@@ -204,18 +204,18 @@ class Offload(GradientRelease):
 
     def _ask(self) -> None:
         """Give twins to parameters on a device that the optimizer has now, and had not before."""
-        groups, names = self._optimizer.param_groups, parameter_names(self._optimizer)
-        for group in groups:  # of which the names go on from one to the next
-            for i, (p, (name, _)) in enumerate(zip(group["params"], names, strict=False)):
-                if id(p) not in self._device_of:
-                    _refuse_dtensor(p, name)
-                    twin = group["params"][i] = self._twin_of(p)
-                    if p in self._optimizer.state:
-                        self._optimizer.state[twin] = self._optimizer.state.pop(p)
-                    set_host_twin(p, twin)
-                    self.twins.append((p, twin))
-                    self._device_of[id(twin)] = p
-        held = {id(twin) for group in groups for twin in group["params"]}
+        lists = [group["params"] for group in self._optimizer.param_groups]
+        new = [(each, i, p) for each in lists for i, p in enumerate(each) if id(p) not in self._device_of]
+        if new:
+            _refuse_dtensors(self._optimizer)
+        for each, i, p in new:
+            twin = each[i] = self._twin_of(p)
+            if p in self._optimizer.state:
+                self._optimizer.state[twin] = self._optimizer.state.pop(p)
+            set_host_twin(p, twin)
+            self.twins.append((p, twin))
+            self._device_of[id(twin)] = p
+        held = {id(twin) for each in lists for twin in each}
         for p, twin in self.twins:
             if id(twin) not in held:  # the program has taken it from the optimizer
                 set_host_twin(p, None)
