@@ -35,10 +35,9 @@ Numbers that are made of whole tensors, such as LAMB's norms, count as constants
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from fractions import Fraction
-from functools import partial
 from typing import Any
 
 from torch import Tensor, float32, float64, ops
@@ -143,9 +142,10 @@ def _repay(editor: GraphEditor, program: StepProgram, state: StateTensor) -> boo
         steps = {power.args[1] for _, power in corrections.values()}
         if len(steps) == 1 and all(powers.of[value] == -1 for value in way.moved):
             correction, (sign, _) = next(iter(corrections.items()))
-            k = _in_this_step(editor, beta, correction, sign, first, order)
+            _move_above(first, correction, order)
+            k = _in_this_step(editor, beta, lambda b: b if sign > 0 else -b, correction)
         elif is_counted:
-            k = _in_counted_step(editor, beta, state.auxiliaries[-1])
+            k = _in_this_step(editor, beta, lambda steps: 1 - beta ** (steps + 1), state.auxiliaries[-1])
         inputs = (moment, state.placeholder, *state.added_inputs)
         parts = editor.inline(store, *inputs, elementwise=fmt.is_elementwise)
         (value,) = editor.inline(fmt.join, *parts, elementwise=fmt.is_elementwise)
@@ -161,30 +161,25 @@ def _repay(editor: GraphEditor, program: StepProgram, state: StateTensor) -> boo
     return True
 
 
-def _in_this_step(
-    editor: GraphEditor, beta: float, correction: Node, sign: int, first: Node, order: dict[Node, int]
-) -> Node:
-    """Add the k of a step, B being correction * sign, above ``first``: Note [Repaying in the first steps]."""
-    for node in sorted(made_of(correction), key=order.__getitem__):
+def _move_above(first: Node, value: Node, order: dict[Node, int]) -> None:
+    """Move what a value is made of, and the value, above a node."""
+    for node in sorted(made_of(value), key=order.__getitem__):
         if order[node] > order[first]:
             first.prepend(node)
-    if sign < 0:
-        correction = editor.call(aten.neg.default, correction)
-    (k,) = editor.inline(partial(_later, beta), editor.convert(correction, float64))
+
+
+def _in_this_step(
+    editor: GraphEditor, beta: float, correction: Callable[[Tensor], Tensor], number: Node
+) -> Node:
+    """Add the k of a step with ``B = correction(number)``: Note [Repaying in the first steps]."""
+
+    def later(number: Tensor) -> Tensor:
+        b = correction(number)
+        q = (1 - b) * beta**0.5
+        return (b - (1 - beta)) * (_all_later(beta) / beta) * ((6 - q) / (6 - 4 * q))
+
+    (k,) = editor.inline(later, editor.convert(number, float64))
     return editor.convert(k, float32)
-
-
-def _in_counted_step(editor: GraphEditor, beta: float, count: Node) -> Node:
-    """Add the k of a step of a moment that counts its steps, of which it has taken ``count`` before."""
-    steps = editor.convert(editor.call(aten.add.Tensor, count, 1), float64)
-    (k,) = editor.inline(lambda t: _later(beta, 1 - beta**t), steps)
-    return editor.convert(k, float32)
-
-
-def _later(beta: float, b: Tensor) -> Tensor:
-    """Compute the sum of the later effects of an error, relative to the effect in the step with ``B = b``."""
-    q = (1 - b) * beta**0.5
-    return (b - (1 - beta)) * (_all_later(beta) / beta) * ((6 - q) / (6 - 4 * q))
 
 
 class _Way:
