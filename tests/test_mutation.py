@@ -99,19 +99,31 @@ def test_a_line_belongs_to_the_statement_around_it() -> None:
     ]
 
 
+def repository(root: Path, source: tuple[str, str], tests: dict[str, str], conftest: str = "") -> None:
+    """Write a repository of one file, given by its path and text, and its tests, the first in its row."""
+    name, text = source
+    row = f"| `{name.partition('/')[0]}/` | `tests/{next(iter(tests))}` | 1 |"
+    files = {
+        name: text,
+        "tests/README.md": f"## You touched …\n\n{row}\n",
+        "tests/conftest.py": textwrap.dedent(conftest),
+        **{f"tests/{each}": textwrap.dedent(test) for each, test in tests.items()},
+    }
+    for each, written in files.items():
+        (root / each).parent.mkdir(exist_ok=True)
+        (root / each).write_text(written, encoding="utf-8")
+    subprocess.run(["git", "init", "-q"], cwd=root, check=True)
+    subprocess.run(["git", "add", "."], cwd=root, check=True)
+
+
 @pytest.mark.parametrize("found_by", ["test_doubled", "test_of_another_file", ""])
 def test_what_no_test_finds_is_shown_and_is_a_failure(
     found_by: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """A test of another file may find it, if it runs the line."""
-    (tmp_path / "tests").mkdir()
-    (tmp_path / "collage_fx").mkdir()
-    row = "| `collage_fx/` | `tests/test_doubled.py` | 1 |"
-    (tmp_path / "tests" / "README.md").write_text(f"## You touched …\n\n{row}\n", encoding="utf-8")
     source = "def doubled(value: int) -> int:\n    return value + value\n"
-    (tmp_path / "collage_fx" / "doubled.py").write_text(source, encoding="utf-8")
-    for name in ("test_doubled", "test_of_another_file"):
-        test = f"""\
+    tests = {
+        f"{name}.py": f"""\
             from collage_fx.doubled import doubled
 
             def {name}() -> None:
@@ -120,9 +132,9 @@ def test_what_no_test_finds_is_shown_and_is_a_failure(
             def test_of_something_else() -> None:
                 pass
             """
-        (tmp_path / "tests" / f"{name}.py").write_text(textwrap.dedent(test), encoding="utf-8")
-    subprocess.run(["git", "init", "-q"], cwd=tmp_path, check=True)
-    subprocess.run(["git", "add", "."], cwd=tmp_path, check=True)
+        for name in ("test_doubled", "test_of_another_file")
+    }
+    repository(tmp_path, ("collage_fx/doubled.py", source), tests)
     status = main(["--since", "ever", "--seed", "0"], tmp_path)
     said = capsys.readouterr().out
     assert status == (not found_by)
@@ -136,12 +148,7 @@ def test_a_line_that_no_usual_test_runs_is_left_to_all_tests_of_its_row(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Lines that importing executes are left to the usual tests of the row."""
-    (tmp_path / "tests").mkdir()
-    (tmp_path / "passes").mkdir()
-    row = "| `passes/` | `tests/test_limits.py` | 1 |"
-    (tmp_path / "tests" / "README.md").write_text(f"## You touched …\n\n{row}\n", encoding="utf-8")
     source = "LIMIT = 7\n\n\ndef seldom_called(value: int) -> int:\n    return value + 1\n"
-    (tmp_path / "passes" / "limits.py").write_text(source, encoding="utf-8")
     conftest = """\
         def pytest_addoption(parser):
             parser.addoption("--all", action="store_true")
@@ -149,7 +156,6 @@ def test_a_line_that_no_usual_test_runs_is_left_to_all_tests_of_its_row(
         def pytest_collection_modifyitems(config, items):
             items[:] = [each for each in items if config.option.all or "slow" not in each.name]
         """
-    (tmp_path / "tests" / "conftest.py").write_text(textwrap.dedent(conftest), encoding="utf-8")
     test = """\
         from passes.limits import LIMIT, seldom_called
 
@@ -159,9 +165,7 @@ def test_a_line_that_no_usual_test_runs_is_left_to_all_tests_of_its_row(
         def test_slow() -> None:
             assert seldom_called(1) == 2
         """
-    (tmp_path / "tests" / "test_limits.py").write_text(textwrap.dedent(test), encoding="utf-8")
-    subprocess.run(["git", "init", "-q"], cwd=tmp_path, check=True)
-    subprocess.run(["git", "add", "."], cwd=tmp_path, check=True)
+    repository(tmp_path, ("passes/limits.py", source), {"test_limits.py": test}, conftest)
     file = tmp_path.parent / f"{tmp_path.name}.coverage"
     for _ in range(2):  # the second reads what the first has measured
         assert main(["--since", "ever", "--count", "2", "--coverage", str(file)], tmp_path) == 0

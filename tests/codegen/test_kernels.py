@@ -365,7 +365,7 @@ def test_a_long_chain_behind_a_quotient_has_a_loop_of_its_own(options: dict[str,
 
 
 def test_a_packed_moment_is_read_once_by_all_loops_before_the_stores() -> None:
-    """What its new value is made of is not computed again for the new scale, nor for the update."""
+    """The values behind its new value are not computed again for the new scale, nor for the update."""
     before_stores = early_loops({"strategy": "light", "state": "block16"})
     assert len(re.findall(r"number_of_code_16_signed\(in\d", before_stores)) == 1
 

@@ -127,9 +127,9 @@ class Repository:
 
     def tests_of(self, mutant: Mutant, file: Path) -> list[str]:
         """Return the tests that execute the line of a mutant, those of the file's row first."""
-        row = row_of(mutant.path, self.rows)
         if self.tests:
             return [*self.tests]
+        row = row_of(mutant.path, self.rows)
         (coverage := CoverageData(str(file))).read()
         measured = [each for each in coverage.measured_files() if each.endswith(f"/{mutant.path.as_posix()}")]
         of_lines = coverage.contexts_by_lineno(measured[0]) if measured else {}
