@@ -162,7 +162,7 @@ def _repay(editor: GraphEditor, program: StepProgram, state: StateTensor) -> boo
 
 
 def _move_above(first: Node, value: Node, order: dict[Node, int]) -> None:
-    """Move what a value is made of, and the value, above a node."""
+    """Move a value, and all nodes that it is computed from, above a node."""
     for node in sorted(made_of(value), key=order.__getitem__):
         if order[node] > order[first]:
             first.prepend(node)
