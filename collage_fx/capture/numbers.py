@@ -58,7 +58,8 @@ def scheduled_numbers(optimizer: Optimizer) -> Iterator[Place]:
     """Yield where an optimizer has numbers that a schedule is going to change, as far as can be known.
 
     A scheduler of torch.optim leaves ``initial_lr`` in the groups, and ``base_momentum`` if it cycles the
-    momentum too. A program with a schedule of its own has set a learning rate that is not the default.
+    momentum too. A program with a schedule of its own has set a learning rate that is not the default: if
+    one group has, the learning rates of all groups are going to change.
     """
     numbers = records.of(optimizer, _Numbers)
     numbers.first = _numbers_of(optimizer) | numbers.first
@@ -67,13 +68,16 @@ def scheduled_numbers(optimizer: Optimizer) -> Iterator[Place]:
             yield from ((STATE, i, *keys) for i in range(len(optimizer.state)))
         else:
             yield attribute, *keys
-    for i, group in enumerate(optimizer.param_groups):
+    groups, rates = optimizer.param_groups, dict[int, Real]()
+    for i, group in enumerate(groups):
         lr = group.get("lr")
-        is_real = isinstance(lr, Real) and not isinstance(lr, Integral)
-        if is_real and ("initial_lr" in group or lr != optimizer.defaults.get("lr")):
-            yield GROUPS, i, "lr"
+        if isinstance(lr, Real) and not isinstance(lr, Integral):
+            rates[i] = lr
         if "base_momentum" in group:
             yield from ((GROUPS, i, "momentum"), (GROUPS, i, "betas", 0))
+    default = optimizer.defaults.get("lr")
+    if any("initial_lr" in groups[i] or lr != default for i, lr in rates.items()):
+        yield from ((GROUPS, i, "lr") for i in rates)
 
 
 def _numbers_of(optimizer: Optimizer) -> dict[Place, Real]:

@@ -141,6 +141,20 @@ def test_a_schedule_of_the_programs_own(is_warming_up: bool) -> None:
     assert all(torch.isfinite(full_value(p)).all() for p in params)
 
 
+def test_a_group_with_the_rate_of_the_constructor_is_scheduled_with_the_others() -> None:
+    matrix, vector = parameters(shapes=[(3, 4), (4,)])
+    backend = CollageBackend()
+    groups: list[dict[str, Any]] = [{"params": [matrix]}, {"params": [vector], "lr": 5e-4}]
+    optimizer = torch.optim.AdamW(groups, lr=1e-3)
+    step = torch.compile(optimizer.step, backend=backend)
+    for seed in range(3):
+        set_gradients([matrix, vector], seed)
+        step()
+        for group in optimizer.param_groups:
+            group["lr"] *= 0.9
+    assert len(backend.report().graphs) == 1
+
+
 def test_a_learning_rate_in_a_tensor_may_change() -> None:
     params = parameters(shapes=[(3,)])
     optimizer = torch.optim.SGD(params, lr=torch.tensor(2.0**-4))
