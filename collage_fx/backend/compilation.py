@@ -12,7 +12,7 @@ import logging
 import math
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Hashable, Sequence
+from collections.abc import Callable, Collection, Hashable, Sequence, Set
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Any
@@ -118,6 +118,7 @@ from collage_fx.torch_compat import (
     boxed_call,
     compile_with_inductor,
     current_size,
+    decisions_by,
     generated_code,
     has_storage,
     inductor_compile_as_it_is,
@@ -306,14 +307,19 @@ class Compilation:
             remedy="step it after the backward pass: collage_fx.install(optimizer)",
         )
 
-    def _by_family(self, *, needs_grad: bool) -> WholeStep | Reason:
-        """Compile the whole step from a graph of one member of each family; return a reason if impossible."""
+    def _by_family(self, *, needs_grad: bool, own_numbers: bool = True) -> WholeStep | Reason:
+        """Compile the whole step from a graph of one member of each family; return a reason if impossible.
+
+        Code that depends on a number of one member is not the code of others with ``own_numbers``: then
+        members of a family read the same numbers.
+        """
         if needs_grad:
             return Reason("it computes something that is to be differentiated")
         if (reason := self.options.not_by_family()) is not None:
             return reason
         module = with_lists_apart(self.module)
-        families = families_of(module, self.arguments, self._describe, thinned_lists())
+        lists = thinned_lists()
+        families = families_of(module, self.arguments, self._describe, lists, own_numbers=own_numbers)
         if isinstance(families, Reason):
             return families
         made: WholeStep | Reason = Reason("AOTAutograd made no graph of it")
@@ -323,8 +329,11 @@ class Compilation:
             made = self._step_of_members(families, gm, example_inputs, **inductor_options)
             return _never_called
 
+        decisions = decisions_by(families.own_numbers)
         with torch.no_grad():
-            self._trace(families.module, families.arguments, inner_compile)
+            self._trace(families.module, families.arguments, inner_compile, families.symbols_left_out)
+        if decisions_by(families.own_numbers) > decisions:
+            return self._by_family(needs_grad=needs_grad, own_numbers=False)
         return made
 
     def _whole(self, not_by_family: Reason) -> Callable[..., Any]:
@@ -336,12 +345,21 @@ class Compilation:
             self.optimizers, self.known = {}, {}
 
     def _trace(
-        self, module: GraphModule, arguments: tuple[Any, ...], inner_compile: Callable[..., Any]
+        self,
+        module: GraphModule,
+        arguments: tuple[Any, ...],
+        inner_compile: Callable[..., Any],
+        symbols_left_out: Set[str] = frozenset(),
     ) -> Callable[..., Any]:
         """Make the graph functional by AOTAutograd, and pass it to ``inner_compile``."""
         table = decompositions() if self.options.strategy != "none" else None
         return compile_with_inductor(
-            module, arguments, inner_compile=inner_compile, decompositions=table, config_patches=self.settings
+            module,
+            arguments,
+            inner_compile=inner_compile,
+            decompositions=table,
+            config_patches=self.settings,
+            symbols_left_out=symbols_left_out,
         )
 
     # -- The functional graph, and what its inputs are to the user
@@ -363,8 +381,9 @@ class Compilation:
             return Reason("AOTAutograd has other inputs than Dynamo")
         repetition = families.repetition.reordered(order)
         stores = copies_to_inputs(gm.graph)
-        for node, owner in zip(inputs, repetition.owners, strict=True):
-            if owner is None and node in stores:
+        readers = Counter(index for copies in repetition.copies for index in copies)
+        for node, owner, copies in zip(inputs, repetition.owners, repetition.copies, strict=True):
+            if node in stores and (owner is None or any(readers[index] > 1 for index in copies)):
                 return Reason.at(stores[node], "it writes to what several updates have in common")
         graph = _Traced(gm, example_inputs, inductor_options, families.infos, repetition)
         if (note := self._reason_to_leave_alone(graph)) is not None:
@@ -859,17 +878,24 @@ class Compilation:
     def _rows(self, program: StepProgram) -> tuple[TensorReport, ...]:
         """Return the report's rows: the optimizers' tensors in their order, then all others."""
         rows: list[TensorReport] = []
-        repetition = program.repetition
+        repetition, infos = program.repetition, program.infos
         for state in program.states:
             if state.info.role is Role.NEW:
                 continue
             row = tensor_report(state)
             suffixes = [name.removeprefix(state.placeholder.name) for name in row.inputs]
-            for index in repetition.copies[state.position]:
+            owner = repetition.owners[state.position]
+            symbols = [
+                [infos[index].symbol for index in copies]
+                for copies, of in zip(repetition.copies, repetition.owners, strict=True)
+                if of == owner
+            ]
+            own_numbers = [each for each in symbols if len({*each}) > 1]
+            for member, index in enumerate(repetition.copies[state.position]):
                 hi = state.placeholder.name if repetition.is_whole else input_name(index)
-                rows.append(
-                    replace(row, name=program.infos[index].name, inputs=tuple(hi + each for each in suffixes))
-                )
+                inputs = tuple(hi + each for each in suffixes)
+                own = row.with_symbols({each[0]: each[member] for each in own_numbers})
+                rows.append(replace(own, name=infos[index].name, inputs=inputs))
         rank = {entry.name: i for i, entry in enumerate(self.known.values())}
         return tuple(sorted(rows, key=lambda row: rank.get(row.name, len(rank))))
 

@@ -15,7 +15,8 @@ then called for the tensors of all components (:mod:`collage_fx.graph.families`)
 * Two components are equal if, one by one in the order of the graph, their operations, their constants and the
   common values that they read are equal, and so are the layout, the role, the symbol in recurrences and the
   presence of error terms of their tensors. So every decision about one component holds for its family. Only
-  names differ.
+  names differ, and what is common to some components only, such as the learning rate of a group: each
+  member then has its own (:meth:`_Search._with_own_numbers`).
 * No two inputs may share memory, though they may lie side by side in one storage, as the gradients of FSDP
   and DistributedDataParallel do: components can then run in any order.
 * A component of DTensors, all of one shape and sharded alike, becomes a component of this process's shards if
@@ -54,6 +55,7 @@ from collage_fx.torch_compat import (
     local_tensor,
     pytree,
     sharding_of,
+    symbols_of,
 )
 
 #: Nodes without operands and without a value, which change how the nodes after them are captured.
@@ -75,6 +77,8 @@ class Families:
     distributed: Mapping[int, Sharding]  # index of an input that is a DTensor -> its sharding
     origins: tuple[tuple[str, str | int], ...]  # of each input of ``module``: see ``aot_input_of``
     repetition: Repetition  # of the inputs of ``module``, in the order of ``origins``, and of its results
+    own_numbers: Sequence[Any]  # symbolic numbers in ``module`` that stand for those of other members
+    symbols_left_out: frozenset[str]  # of these other numbers
 
 
 #: ``(inputs, names, number of bound inputs)`` -> for each its description, and facts that equal inputs share.
@@ -82,18 +86,24 @@ Describe = Callable[[Sequence[Any], Sequence[str], int], Sequence[tuple[InputInf
 
 
 def families_of(
-    gm: GraphModule, arguments: Sequence[Any], describe: Describe, thinned: Sequence[ThinnedLists] = ()
+    gm: GraphModule,
+    arguments: Sequence[Any],
+    describe: Describe,
+    thinned: Sequence[ThinnedLists] = (),
+    *,
+    own_numbers: bool = True,
 ) -> Families | Reason:
     """Find the families of a graph that Dynamo captured, or the reason why it has none.
 
-    Of the lists ``thinned``, Dynamo has traced some rows; members are found for the others.
+    Of the lists ``thinned``, Dynamo has traced some rows; members are found for the others. Without
+    ``own_numbers``, members of a family read the same numbers.
     """
     found = _Search(gm, arguments, ListRows(thinned))
     if (reason := found.not_understood()) is not None:
         return reason
     described = describe(found.inputs, found.names, found.bound)
-    found.meanings = [(info.symbol, info.role, kind) for info, kind in described]
-    families = found.families()
+    found.meanings = [(info.symbol, (info.role, kind)) for info, kind in described]
+    families = found.families(own_numbers=own_numbers)
     for family in families:
         if (reason := found.not_sharded_alike(family[0])) is not None:
             return reason
@@ -105,13 +115,14 @@ def families_of(
     return found.result(families, tuple(info for info, _ in described))
 
 
-@dataclass
+@dataclass(eq=False)
 class _Component:
     """A connected component of the graph's operations."""
 
     nodes: list[Node] = field(default_factory=list)  # operations in the order of the graph
     inputs: list[int] = field(default_factory=list)  # that no other component reads, as they are first read
     results: list[Node] = field(default_factory=list)  # nodes that the graph returns
+    numbers: list[int] = field(default_factory=list)  # inputs in which members of its family differ
 
 
 class _Search:
@@ -143,9 +154,10 @@ class _Search:
         self.index |= {node: argument_indices.get(node.name, -1) for node in placeholders}
         #: Nodes that are numbers computed from inputs and other numbers alone.
         self.numbers: set[Node] = set()
-        self._computed: dict[Node, int] = {}
+        self._computed: dict[Node, tuple[Hashable, tuple[int, ...]]] = {}
         self._known: dict[Hashable, int] = {}
-        self.meanings: Sequence[Hashable] = ()
+        #: Symbol of each input, with its role and facts about its record.
+        self.meanings: Sequence[tuple[str, Hashable]] = ()
 
     def not_understood(self) -> Reason | None:
         """Return the first reason why components may depend on each other; None if there is none."""
@@ -194,7 +206,7 @@ class _Search:
     def _returned(self) -> list[Any]:
         return list(pytree.tree_leaves(self.gm.graph.output_node().args))
 
-    def families(self) -> list[list[_Component]]:
+    def families(self, *, own_numbers: bool) -> list[list[_Component]]:
         """Group the components by family; families come in the order of their first components."""
         found = self._components()
         readers = Counter(index for component in found for index in component.inputs)
@@ -206,7 +218,40 @@ class _Search:
         for component in found:
             component.inputs = [index for index in component.inputs if index not in self.common]
             families.setdefault(self._key(component), []).append(component)
-        return list(families.values())
+        return self._with_own_numbers(list(families.values()), allowed=own_numbers)
+
+    def _with_own_numbers(self, families: list[list[_Component]], *, allowed: bool) -> list[list[_Component]]:
+        """Give the members of a family numbers of their own where they read different inputs.
+
+        A graph has an input once. So the first members, which stand in the graph, must differ in all these
+        inputs from those of other families. If they cannot, members with different inputs are families apart.
+        """
+        several, common = [], set[int]()
+        for family in families:
+            if any(component.numbers != family[0].numbers for component in family):
+                several.append(family)
+                continue
+            common.update(family[0].numbers)
+            for component in family:
+                component.numbers = []
+        taken = set(common)
+        for family in several:
+            first = next((each for each in family if taken.isdisjoint(each.numbers)), None)
+            if first is None or not allowed:
+                break
+            taken.update(first.numbers)
+            family.remove(first)
+            family.insert(0, first)
+        else:
+            owned = {index for family in several for each in family for index in each.numbers}
+            self.common -= owned - common
+            return families
+        apart: dict[Hashable, list[_Component]] = {}
+        for i, family in enumerate(families):
+            for component in family:
+                apart.setdefault((i, *component.numbers), []).append(component)
+                component.numbers = []
+        return list(apart.values())
 
     def not_sharded_alike(self, component: _Component) -> Reason | None:
         """Return why a component of DTensors cannot be computed on the local shards alone; None if it can.
@@ -239,7 +284,7 @@ class _Search:
         """
         if not self.rows.thinned:
             return True
-        members: dict[tuple[int, int], list[tuple[int, tuple[int, ...]]]] = defaultdict(list)
+        members: dict[tuple[int, int], list[tuple[int, tuple[int, ...], list[int]]]] = defaultdict(list)
         rows: dict[int, tuple[int, int]] = {}
         for f, family in enumerate(families):
             for component in family:
@@ -249,26 +294,28 @@ class _Search:
                 if len({(t, r) for t, _, r in cells}) != 1:
                     return False
                 t, _, r = cells[0]
-                members[t, r].append((f, tuple(c for _, c, _ in cells)))
+                members[t, r].append((f, tuple(c for _, c, _ in cells), component.numbers))
                 rows[id(component)] = t, r
         for (t, r), left_out in self.rows.stands_for.items():
             if members[t, r] != members[t, self.rows.second[t, r]]:
                 return False
             for row in left_out:
-                for f, columns in members[t, r]:
+                for f, columns, numbers in members[t, r]:
                     own = [self.index_by_id[id(self.rows.value((t, c, row)))] for c in columns]
                     first = families[f][0].inputs
                     if [self._input(i) for i in own] != [self._input(i) for i in first]:
                         return False
-                    families[f].append(_Component(inputs=own))
+                    families[f].append(_Component(inputs=own, numbers=numbers))
                     self.order.append(families[f][-1])
                     rows[id(families[f][-1])] = t, row
         self.order.sort(key=lambda component: rows[id(component)])
         return True
 
-    def _input(self, index: int) -> Hashable:
+    def _input(self, index: int) -> tuple[Any, ...]:
         """Return the layout, role and symbol of an input, which are equal for corresponding inputs."""
-        return (*layout_of(self.inputs[index]), self.meanings[index])
+        value = self.inputs[index]
+        symbol, meaning = self.meanings[index]
+        return (*(layout_of(value) if isinstance(value, Tensor) else [type(value)]), meaning, symbol)
 
     def _components(self) -> list[_Component]:
         """Cut the graph into components; fill ``numbers`` on the way."""
@@ -308,41 +355,53 @@ class _Search:
         return [self.index[operand] for operand in node.all_input_nodes if operand in self.index]
 
     def _key(self, component: _Component) -> Hashable:
-        """Return a key that is equal for components that do the same to tensors of equal layout and role."""
+        """Return a key that is equal for components that do the same to tensors of equal layout and role.
+
+        Common values that are inputs may differ: they are noted in the component as its numbers.
+        """
         own = {index: i for i, index in enumerate(component.inputs)}
+        numbers: dict[int, int] = {}
         local = {node: i for i, node in enumerate(component.nodes)}
 
         def named(node: Node) -> Hashable:
             if node in local:
                 return "result", local[node]
-            if node in self.numbers:
-                return self._number(node)
-            index = self.index[node]
-            return ("own", own[index]) if index in own else ("common", index)
+            if (index := self.index.get(node, -1)) in own:
+                return "own", own[index]
+            computed, indices = self._number(node)
+            return computed, *(numbers.setdefault(i, len(numbers)) for i in indices)
 
         nodes = component.nodes
         operations = tuple((node.target, _described((node.args, node.kwargs), named)) for node in nodes)
-        layouts = tuple(map(self._input, component.inputs))
+        layouts = (*map(self._input, component.inputs), *(self._input(i)[:-1] for i in numbers))
+        component.numbers = list(numbers)
         return operations, layouts, tuple(local[node] for node in component.results)
 
-    def _number(self, node: Node) -> Hashable:
-        """Return a key that is equal for numbers that are computed alike from the same inputs."""
+    def _number(self, node: Node) -> tuple[Hashable, tuple[int, ...]]:
+        """Return a key that is equal for numbers that are computed alike, and the inputs that they are of."""
         if node not in self.numbers:
-            return "common", self.index[node]
+            return "input", (self.index[node],)
         if node not in self._computed:
-            key = node.target, _described((node.args, node.kwargs), self._number)
-            self._computed[node] = self._known.setdefault(key, len(self._known))
-        return "number", self._computed[node]
+            places: dict[int, int] = {}
+
+            def named(operand: Node) -> Hashable:
+                computed, indices = self._number(operand)
+                return computed, *(places.setdefault(index, len(places)) for index in indices)
+
+            key = node.target, _described((node.args, node.kwargs), named)
+            self._computed[node] = self._known.setdefault(key, len(self._known)), tuple(places)
+        return self._computed[node]
 
     def result(self, families: list[list[_Component]], infos: tuple[InputInfo, ...]) -> Families | Reason:
         """Build the module of one component of each family, and the repetition."""
         family_of = {id(c): (f, m) for f, family in enumerate(families) for m, c in enumerate(family)}
         first = [family[0] for family in families]
-        indices = sorted({index for component in first for index in component.inputs} | self.common)
+        read = [[(*component.inputs, *component.numbers) for component in family] for family in families]
+        indices = sorted({index for each in read for index in each[0]} | self.common)
         copies: dict[int, tuple[int, ...]] = {index: (index,) for index in indices}
         owners: dict[int, int | None] = dict.fromkeys(indices)
-        for f, family in enumerate(families):
-            for members_inputs in zip(*(component.inputs for component in family), strict=True):
+        for f in range(len(families)):
+            for members_inputs in zip(*read[f], strict=True):
                 copies[members_inputs[0]], owners[members_inputs[0]] = members_inputs, f
         if unread := {*range(len(self.inputs))}.difference(*copies.values()):
             return Reason("no update reads this input", self.names[min(unread)])
@@ -375,6 +434,12 @@ class _Search:
             if node in self.numbers and not kept.isdisjoint(node.users):
                 kept.add(node)
         module = self._module(set(indices), kept, results)
+        own = {index for component in first for index in component.numbers}
+        values = {node: node.meta["example_value"] for node in self.numbers}
+        symbolic = {node: value for node, value in values.items() if isinstance(value, torch.SymFloat)}
+        symbols_left_out = symbols_of(symbolic.values()) - symbols_of(
+            symbolic[n] for n in symbolic.keys() & kept
+        )
         arguments = tuple(
             local_tensor(value) if isinstance(value, Tensor) else value
             for value in (self.inputs[index] for index in indices if index >= self.bound)
@@ -394,6 +459,8 @@ class _Search:
             self.pieces,
             tuple(origins),
             repetition,
+            [value for node, value in symbolic.items() if not own.isdisjoint(self._number(node)[1])],
+            symbols_left_out if own else frozenset(),
         )
 
     def _members(self) -> tuple[tuple[int, int], ...]:

@@ -23,7 +23,8 @@ class Repetition:
 
     Attributes:
         copies: for each input of the small graph, the indices of its copies in the whole graph: an index per
-            member of its family, or a single index if the input is common to all families.
+            member of its family, or a single index if the input is common to all families. A number that is
+            only read may be the copy of several members.
         owners: for each input of the small graph, its family; None if it is common.
         members: ``(family, member)`` in the order of the whole graph.
         outputs: for each result of the whole graph, ``(index of the small graph's result, member)``.
@@ -102,9 +103,12 @@ def repeated_graph(gm: GraphModule, repetition: Repetition) -> GraphModule:
         for i, copies in enumerate(repetition.copies)
         for member, index in enumerate(copies)
     )
+    inputs: dict[int, Node] = {}
     for index, i, member in ordered:
-        whole[small[i], member] = graph.placeholder(input_name(index))
-        whole[small[i], member].meta["val"] = small[i].meta["val"]
+        if index not in inputs:
+            inputs[index] = graph.placeholder(input_name(index))
+            inputs[index].meta["val"] = small[i].meta["val"]
+        whole[small[i], member] = inputs[index]
     families = _families_of_nodes(gm.graph, dict(zip(small, repetition.owners, strict=True)))
 
     def of(node: Node, member: int) -> Node:

@@ -185,10 +185,10 @@ def _expected(program: StepProgram, *, all_layouts: bool) -> tuple[list[Expected
     nodes, stores = placeholders(program.gm.graph), copies_to_inputs(program.gm.graph)
     packed = {each.position for each in program.expansions if each.packed}  # their own memory is not touched
     copies = enumerate(program.extended.copies)
-    indices = sorted((index, i) for i, of_input in copies if i not in packed for index in of_input)
+    indices = {index: i for i, of_input in copies if i not in packed for index in of_input}
     given: list[Expected] = []
     added: list[Expected] = []
-    for index, i in indices:
+    for index, i in sorted(indices.items()):
         value = nodes[i].meta["val"]
         info = program.infos[index] if index < len(program.infos) else ERROR_TERM
         piece = None if info.tensor is None else local_tensor(info.tensor)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from operator import attrgetter
 from typing import Any
 
@@ -64,6 +64,11 @@ class TensorReport:
     def recurrence(self) -> str:
         """Equation ``symbol' = expression`` as text."""
         return f"{self.symbol}' = {sympy.sstr(self.expression)}"
+
+    def with_symbols(self, symbols: Mapping[str, str]) -> TensorReport:
+        """Return the row with symbols of the recurrence renamed: old names to new names."""
+        renamed = {sympy.Symbol(old): sympy.Symbol(new) for old, new in symbols.items()}
+        return replace(self, expression=self.expression.xreplace(renamed)) if renamed else self
 
     @property
     def verdict(self) -> str:

@@ -50,10 +50,12 @@ try:
         SymbolicScope,
         current_size,
         decides_by_number,
+        decisions_by,
         detect_fake_mode,
         fake_like,
         real_tensors,
         symbol_source,
+        symbols_of,
     )
     from collage_fx.torch_compat.fused_updates import fused_operator, run_unfused, trace_unfused
     from collage_fx.torch_compat.inductor import (

@@ -55,9 +55,19 @@ def symbol_source(value: torch.SymInt | torch.SymFloat) -> str:
 def decides_by_number(value: torch.Tensor) -> bool:
     """Return whether a trace has made a decision by the number in a 0-d input, read with ``item()``."""
     number = value.item_memo if isinstance(value, FakeTensor) else None
-    if number is None:
-        return False
-    return any(number.node.expr in guard.expr.free_symbols for guard in number.node.shape_env.guards)
+    return number is not None and decisions_by([number]) > 0
+
+
+def decisions_by(numbers: Sequence[Any]) -> int:
+    """Return how many decisions a trace has made by symbols of some symbolic numbers."""
+    symbols = {symbol for number in numbers for symbol in number.node.expr.free_symbols}
+    guards = numbers[0].node.shape_env.guards if numbers else ()
+    return sum(not symbols.isdisjoint(guard.expr.free_symbols) for guard in guards)
+
+
+def symbols_of(numbers: Iterable[Any]) -> frozenset[str]:
+    """Return the names of the symbols in symbolic numbers."""
+    return frozenset(str(symbol) for number in numbers for symbol in number.node.expr.free_symbols)
 
 
 def detect_fake_mode(tensors: Iterable[torch.Tensor]) -> FakeTensorMode | None:

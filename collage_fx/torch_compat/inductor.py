@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import traceback
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from contextvars import ContextVar
 from typing import Any, cast
 
@@ -175,6 +175,7 @@ def compile_with_inductor(
     inner_compile: Callable[..., Any],
     decompositions: dict[Any, Callable[..., Any]] | None,
     config_patches: dict[str, Any] | None,
+    symbols_left_out: Set[str] = frozenset(),
 ) -> Callable[..., Any]:
     """Compile a Dynamo graph through AOTAutograd, with ``inner_compile`` instead of Inductor's own.
 
@@ -182,14 +183,15 @@ def compile_with_inductor(
     they are None, it applies Inductor's (:func:`functional_decompositions`), and only ``inner_compile``
     differs from plain Inductor. AOTAutograd's cache is off: on a hit it would return the code of an earlier
     compilation without calling ``inner_compile``, so without error terms. Inductor's own cache, whose key is
-    the rewritten graph, stays on, so that a second process compiles faster.
+    the rewritten graph, stays on, so that a second process compiles faster. Symbolic numbers with
+    ``symbols_left_out`` are not in the graph, and stay symbols.
     """
     inputs = (*gm.parameters(), *gm.buffers(), *example_inputs)
     tensors = [value for value in inputs if isinstance(value, torch.Tensor)]
     with contextlib.ExitStack() as stack:
         stack.enter_context(functorch_config.patch(enable_autograd_cache=False))
         if decompositions is not None:
-            stack.enter_context(keeping_numbers_symbolic())
+            stack.enter_context(keeping_numbers_symbolic(symbols_left_out))
             if all(value.device.type == "cpu" for value in tensors):
                 stack.enter_context(without_patterns())
         compiled = compile_fx(

@@ -5,7 +5,8 @@ from __future__ import annotations
 import contextlib
 import math
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Set
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from torch._dynamo.symbolic_convert import TensorifyState
 from torch._dynamo.variables.base import VariableTracker
 
 from collage_fx.torch_compat.patching import Patch
+from collage_fx.torch_compat.version import version
 
 POWERS = Patch(
     name="powers",
@@ -43,9 +45,10 @@ SCALARS = Patch(
 SYMBOLIC_FLOATS = Patch(
     name="symbolic-floats",
     target="torch._functorch._aot_autograd.graph_compile:tensorify_python_scalars(gm, shape_env, fake_mode)",
-    why="a float that tensor operations have replaced everywhere does not become a constant",
+    why="a float that tensor operations have replaced everywhere, or that a graph leaves out because another "
+    "stands for it, does not become a constant",
     needed_for="speed",
-    until=(2, 13),
+    waits_for="the floats that are to stay symbols, named by the caller",
     during="lowerings",
     relies_on=("torch._dynamo.symbolic_convert:TensorifyState has clear, force_specializations, specialize",),
 )
@@ -89,24 +92,29 @@ def _power(x: float, y: float, /) -> float:
     return float(x) ** float(y) if x > 0 else math.pow(x, y)
 
 
-def keeping_numbers_symbolic() -> contextlib.AbstractContextManager[None]:
+def keeping_numbers_symbolic(left_out: Set[str]) -> contextlib.AbstractContextManager[None]:
     """Context manager: AOTAutograd keeps a symbolic float that tensors have replaced everywhere.
 
     Before torch 2.13, AOTAutograd replaces ``-lr`` or ``1 - lr`` by tensor operations, then looks only for
     ``lr`` itself among the replaced symbols, does not find it, and restarts with the number as a constant.
+    In all versions it does so with symbols that are not in the graph, because others stand for them: those
+    ``left_out``, which become constants only if a symbol of the graph does.
     """
-    return SYMBOLIC_FLOATS.entered(_restarting_only_if_burned_in)
+    return SYMBOLIC_FLOATS.entered(partial(_restarting_only_if_burned_in, left_out))
 
 
-def _restarting_only_if_burned_in(original: Callable[..., None]) -> Callable[..., None]:
+def _restarting_only_if_burned_in(left_out: Set[str], original: Callable[..., None]) -> Callable[..., None]:
     def tensorify(gm: torch.fx.GraphModule, shape_env: Any, fake_mode: Any) -> None:
         burned_in_before = set(TensorifyState.force_specializations)
         try:
             original(gm, shape_env, fake_mode)
         except TensorifyScalarRestartAnalysis:
             asked = TensorifyState.force_specializations - burned_in_before
-            burned_in = {str(symbol) for symbol in shape_env.replacements} & asked
-            TensorifyState.force_specializations.difference_update(asked - burned_in)
+            burned_in = asked - left_out
+            if version() < (2, 13):
+                burned_in &= {str(symbol) for symbol in shape_env.replacements}
+            kept = asked - burned_in - left_out if burned_in else asked
+            TensorifyState.force_specializations.difference_update(kept)
             if burned_in:
                 raise
 

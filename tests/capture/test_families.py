@@ -19,8 +19,10 @@ from collage_fx import CollageBackend, error_terms, explain, reset_error_terms
 from collage_fx.capture.families import _seems_to_change
 from collage_fx.capture.thinning import rows_to_trace
 from collage_fx.errors import AliasedStateError
-from collage_fx.graph import placeholders
+from collage_fx.graph import is_number, placeholders
+from collage_fx.pipeline import PIPELINE
 from collage_fx.report import CollageReport
+from tests.capture.test_numbers import USES
 from tests.support.training import (
     Descent,
     LateMomentum,
@@ -59,6 +61,16 @@ class Counting(Optimizer):
             p.sub_(p.grad * 2.0**-12 / self.steps)
 
 
+class AllUses(Descent):
+    """One use of a learning rate for each parameter of a group."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for p, use in zip(group["params"], USES.values(), strict=True):
+                use(p, p.grad, group["lr"], 3)
+
+
 def groups(params: Parameters) -> list[dict[str, Any]]:
     return [{"params": params[:4]}, {"params": params[4:], "weight_decay": 0.5}]
 
@@ -82,6 +94,17 @@ def scaled_adamw(params: Parameters) -> Optimizer:
     return optimizer
 
 
+def layered(params: Parameters) -> Optimizer:
+    """Each group has a learning rate, the last both families' only member."""
+    rates = [(params[:3], 2e-3), (params[3:5], 1e-3), (params[5:], 5e-4)]
+    return torch.optim.AdamW([{"params": each, "lr": lr} for each, lr in rates])
+
+
+def layered_tensor_lr(params: Parameters) -> Optimizer:
+    rates = [(params[:3], torch.tensor(2e-3)), (params[3:5], torch.tensor(1e-3)), (params[5:], 5e-4)]
+    return torch.optim.Adam([{"params": each, "lr": lr} for each, lr in rates])
+
+
 def adafactor(params: Parameters) -> Optimizer:
     return torch.optim.Adafactor(groups(params))
 
@@ -100,7 +123,12 @@ def run(make: Callable[[Parameters], Optimizer], backend: CollageBackend) -> Opt
     return optimizer
 
 
-@pytest.mark.parametrize("make", [adamw, adam_tensor_lr, scaled_adamw, sgd, adafactor, Descent, LateMomentum])
+@pytest.mark.parametrize(
+    "make",
+    [
+        adamw, adam_tensor_lr, scaled_adamw, sgd, layered, layered_tensor_lr, adafactor, Descent, LateMomentum
+    ],
+)  # fmt: skip
 def test_as_if_each_were_compiled_for_itself(make: Any) -> None:
     backends = (CollageBackend(), CollageBackend(passes=WHOLE))
     optimizers = [run(make, backend) for backend in backends]
@@ -116,7 +144,7 @@ def test_as_if_each_were_compiled_for_itself(make: Any) -> None:
         assert one.wider_bytes == other.wider_bytes
         assert one.passes == other.passes[:-1]
         for graphs in ((one.before, other.before), (one.after, other.after)):
-            assert len({tuple(_operations(gm)) for gm in graphs}) == 1
+            assert len({tuple(_operations(gm, numbers=make is not layered)) for gm in graphs}) == 1
 
 
 @pytest.mark.parametrize(
@@ -144,10 +172,15 @@ def _parameters(optimizer: Optimizer) -> list[torch.Tensor]:
     return [p for group in optimizer.param_groups for p in group["params"]]
 
 
-def _operations(gm: torch.fx.GraphModule) -> list[str]:
-    """What each node does, in any order: names and the order of independent updates are free."""
+def _operations(gm: torch.fx.GraphModule, *, numbers: bool) -> list[str]:
+    """What each node does, in any order: names and the order of independent updates are free.
+
+    The numbers of a group are computed for each member of a family of several groups: they may be left out.
+    """
     return sorted(
-        f"{node.op} {node.target if node.op == 'call_function' else node.name}" for node in gm.graph.nodes
+        f"{node.op} {node.target if node.op == 'call_function' else node.name}"
+        for node in gm.graph.nodes
+        if numbers or not is_number(node)
     )
 
 
@@ -174,12 +207,32 @@ def test_work_does_not_grow_with_the_number_of_tensors(count: int) -> None:
         ([(2, 3)] * 4, {}, 1),
         ([(2, 3), (3, 2), (2, 3), (3, 2)], {}, 2),
         ([(2, 3)] * 4, {"weight_decay": 0.5}, 2),  # of the second group: another constant
+        ([(2, 3)] * 4, {"lr": 0.5}, 1.2),  # a number that is an input, beside five others
     ],
 )
-def test_what_is_a_family(shapes: Sequence[tuple[int, ...]], options: dict[str, Any], families: int) -> None:
+def test_what_is_a_family(
+    shapes: Sequence[tuple[int, ...]], options: dict[str, Any], families: float
+) -> None:
     params = parameters(shapes=shapes)
     report = explain(torch.optim.Adam([{"params": params[:2]}, {"params": params[2:], **options}]))
     assert inputs_rewritten(report) == 5 * families
+
+
+def test_groups_in_which_numbers_are_used_in_all_ways_are_stepped_alike() -> None:
+    """Where a number decides, or cannot be an input, members have code of their own."""
+    found = []
+    for passes in (PIPELINE, WHOLE):
+        torch._dynamo.reset()
+        params = parameters(shapes=[(5,)] * 3 * len(USES))
+        optimizer = AllUses([{"params": params[i::3], "lr": 2.0**-9 * (1 + i / 3)} for i in range(3)])
+        backend = CollageBackend(passes=passes)
+        step = torch.compile(optimizer.step, backend=backend)
+        for i in range(3):
+            run_steps(step, params, [i])
+            for group in optimizer.param_groups:
+                group["lr"] *= 1 - i / 3
+        found.append((everything(optimizer), units(backend)))
+    assert differences(found[0][0], found[1][0]) == []
 
 
 def test_a_layout_of_its_own_is_no_member() -> None:
@@ -358,7 +411,7 @@ def test_rows_left_out_are_stepped(
     for one, other in zip(*graphs_of_each, strict=True) if same_graph else ():
         assert one.tensors == other.tensors
         for graphs in ((one.before, other.before), (one.after, other.after)):
-            assert len({tuple(_operations(gm)) for gm in graphs}) == 1
+            assert len({tuple(_operations(gm, numbers=True)) for gm in graphs}) == 1
 
 
 def test_where_nothing_is_compensated_all_rows_are_traced() -> None:
