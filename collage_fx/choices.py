@@ -205,11 +205,16 @@ def takes_options(taking: Taking) -> Taking:
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """Return a hint: the known names similar to ``name``; if none is similar, the first 20 known names."""
+    """Return a hint: the known names similar to ``name``; if none is similar, the first 20 known names.
+
+    Case and leading dashes are not compared.
+    """
     known = list(known)
-    alike = [each for each in known if each.lower() == name.lower()]
-    if near := difflib.get_close_matches(name, known, n=3, cutoff=0.6) or alike[-1:]:
-        return f"did you mean {' or '.join(near)}?"
+    plain = {each.lstrip("-").lower(): each for each in known}
+    wanted = name.lstrip("-").lower()
+    near = [wanted] if wanted in plain else difflib.get_close_matches(wanted, plain, n=3, cutoff=0.6)
+    if near:
+        return f"did you mean {' or '.join(plain[each] for each in near)}?"
     if not known:
         return "there are none"
     return f"known are {', '.join(known[:20])}{', …' if len(known) > 20 else ''}"

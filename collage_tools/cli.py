@@ -18,7 +18,7 @@ import platform
 import re
 import subprocess
 import sys
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from types import ModuleType
@@ -69,6 +69,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _run(command: Command, options: argparse.Namespace, rest: list[str]) -> int:
     """Run a command; return its exit status, also of a refused step."""
+    command.check(options)
+    if not command.needs_torch:
+        return command.run(options, rest)
     with clock("collage-fx: importing torch"):
         collage_fx._complete()
     from collage_fx.errors import CollageError, InvalidOptionError
@@ -105,12 +108,30 @@ def _parsed(arguments: list[str]) -> tuple[Command, argparse.Namespace, list[str
         command.add_options(parsers[name])
     if arguments and not arguments[0].startswith("-") and arguments[0] not in COMMANDS:
         raise UsageError(f"no command {arguments[0]!r}; {did_you_mean(arguments[0], COMMANDS)}")
+    if arguments and arguments[0] in COMMANDS and not COMMANDS[arguments[0]].passes_on:
+        _check_words(arguments, parsers)  # before argparse asks for required options
     options, rest = parser.parse_known_args(arguments)
     command = COMMANDS[options.command]
     if rest and not command.passes_on:
-        known = re.findall(r"--[\w-]+", parsers[options.command].format_usage())
-        raise UsageError(f"no option {rest[0]!r}; {did_you_mean(rest[0].partition('=')[0], known)}")
+        usage = parsers[options.command].format_usage().rstrip()
+        raise UsageError(f"{options.command} takes no argument {rest[0]!r}\n{usage}")
     return command, options, rest
+
+
+def _check_words(arguments: Sequence[str], parsers: Mapping[str, argparse.ArgumentParser]) -> None:
+    """Raise for an unknown option, and for an optimizer that is named without its option."""
+    name, *words = arguments
+    taken = {each: re.findall(r"--[\w-]+", parser.format_usage()) for each, parser in parsers.items()}
+    known = [*taken[name], "--help"]
+    for word in (each.partition("=")[0] for each in words if each.startswith("--") and each != "--"):
+        if word not in known:
+            others = [each for each, options in taken.items() if word in options]
+            hint = (
+                f"{' and '.join(others)} have it" if others[1:] else f"{others[0]} has it" if others else ""
+            )
+            raise UsageError(f"{name} has no option {word!r}; {hint or did_you_mean(word, known)}")
+    if words and not words[0].startswith("-") and "--optimizer" in known and "--optimizer" not in words:
+        raise UsageError(f"{name} takes its optimizer by an option: --optimizer {words[0]}")
 
 
 class _Version(argparse.Action):
@@ -174,11 +195,19 @@ def _add_optimizer_options(parser: argparse.ArgumentParser) -> None:
     )
     add("--optimizer", required=True, help="its class, such as torch.optim.AdamW or package.module.Class")
     add("--lr", type=float, help="learning rate (default: the class's)")
-    add("--kw", action="append", default=[], metavar="NAME=VALUE", help="any other argument of the class")
+    add(
+        "--kw",
+        type=_keyword,
+        action="append",
+        default=[],
+        metavar="NAME=VALUE",
+        help="any other argument of the class",
+    )
     dtypes = get_args(Dtype)
     add("--dtype", type=_choice(dtypes), default="bfloat16", help="dtype of the parameters (bfloat16)")
     add(
         "--shape",
+        type=_shape,
         action="append",
         metavar="M,N",
         help="shape of a parameter; may be repeated (64,64 and 64)",
@@ -211,9 +240,16 @@ def _add_explain_options(parser: argparse.ArgumentParser) -> None:
     add(
         "--arch",
         type=_choice(architectures),
-        default="sm_90",
         help=f"GPU architecture for --code: {known} (sm_90)",
     )
+
+
+def _check_explain(options: argparse.Namespace) -> None:
+    """Raise for an option without the option that it depends on."""
+    if options.kernels and not options.html:
+        raise UsageError("--kernels adds kernels to the HTML page: add --html FILE, or remove --kernels")
+    if options.arch and not options.code:
+        raise UsageError("--arch chooses the GPU of --code: add --code triton, or remove --arch")
 
 
 def _explain(options: argparse.Namespace, _: list[str]) -> int:
@@ -223,7 +259,7 @@ def _explain(options: argparse.Namespace, _: list[str]) -> int:
     choices = _choices(options)
     with clock(f"collage-fx: compiling the step of {options.optimizer}"):
         optimizer = _maker(options)(_parameters(options))
-        code = gpu_code(optimizer, arch=options.arch, **choices) if options.code else None
+        code = gpu_code(optimizer, arch=options.arch or "sm_90", **choices) if options.code else None
         if code is not None:
             report = code.report
         else:
@@ -268,7 +304,7 @@ def _choices(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def _shapes(options: argparse.Namespace) -> list[tuple[int, ...]]:
-    return [_shape(text) for text in options.shape or ("64,64", "64")]
+    return options.shape or [(64, 64), (64,)]
 
 
 def _parameters(options: argparse.Namespace) -> list[torch.nn.Parameter]:
@@ -281,7 +317,9 @@ def _parameters(options: argparse.Namespace) -> list[torch.nn.Parameter]:
 def _maker(options: argparse.Namespace) -> Callable[[list[torch.nn.Parameter]], Optimizer]:
     """Return a function that creates the requested optimizer for a list of parameters."""
     kind = _optimizer_class(options.optimizer)
-    keywords = dict(_keyword(kind, text) for text in options.kw)
+    for name, _ in options.kw:
+        _check_keyword(kind, name)
+    keywords = dict(options.kw)
     if options.lr is not None:
         keywords["lr"] = options.lr
 
@@ -289,8 +327,9 @@ def _maker(options: argparse.Namespace) -> Callable[[list[torch.nn.Parameter]], 
         try:
             optimizer: Optimizer = kind(params, **keywords)
         except (TypeError, ValueError) as error:
+            given = ", ".join(f"{name}={value!r}" for name, value in keywords.items())
             raise UsageError(
-                f"{options.optimizer} does not take these arguments: {error} (its parameters have the shapes "
+                f"{options.optimizer}({given}) is refused: {error} (its parameters have the shapes "
                 f"{', '.join(str(tuple(p.shape)) for p in params)}; set others with --shape)"
             ) from error
         if callable(train := getattr(optimizer, "train", None)):  # schedule-free optimizers need the call
@@ -335,22 +374,30 @@ def _module(name: str) -> ModuleType:
     return found
 
 
-def _keyword(kind: Any, text: str) -> tuple[str, Any]:
-    name, equals, value = text.partition("=")
+def _check_keyword(kind: Any, name: str) -> None:
     parameters = inspect.signature(kind).parameters
     takes_any = any(each.kind is inspect.Parameter.VAR_KEYWORD for each in parameters.values())
-    if not equals:
-        raise UsageError(f"--kw takes NAME=VALUE, got {text!r}")
     if name not in parameters and not takes_any:
         known = [each for each in parameters if each not in ("params", "lr")]
         raise UsageError(f"{kind.__name__} has no argument {name!r}; {did_you_mean(name, known)}")
+
+
+def _keyword(text: str) -> tuple[str, Any]:
+    """Return the name and value of ``--kw``; an argparse type. A value that is one word is a string."""
+    name, equals, value = text.partition("=")
+    if not equals:
+        raise UsageError(f"--kw takes NAME=VALUE, got {text!r}")
     try:
         return name, ast.literal_eval(value)
-    except (ValueError, SyntaxError):
-        return name, value  # a word is a string: --kw mode=adaptive
+    except (ValueError, SyntaxError) as error:
+        if any(each in value for each in "()[]{},'\""):
+            hint = "write it as in Python, and quote it for the shell, as in --kw 'betas=(0.9, 0.95)'"
+            raise UsageError(f"--kw {text}: the value is incomplete or no constant; {hint}") from error
+        return name, value
 
 
 def _shape(text: str) -> tuple[int, ...]:
+    """Return the sizes of a tensor; an argparse type."""
     sizes = text.split(",")
     if not all(size.strip().isdecimal() and int(size) > 0 for size in sizes):
         raise UsageError(f"--shape takes positive integers, such as 64,64, got {text!r}")
@@ -460,22 +507,22 @@ def _checkup(options: argparse.Namespace, _: list[str]) -> int:
 
 
 def _add_error_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("code", help="code from an error message, such as CFX001")
+    parser.add_argument("codes", nargs="+", metavar="CODE", help="code from an error message, such as CFX001")
 
 
 def _error(options: argparse.Namespace, _: list[str]) -> int:
-    from collage_fx.errors import error_kinds
-
-    kinds = error_kinds()
-    if options.code.upper() not in kinds:
-        raise UsageError(f"no error {options.code!r}; {did_you_mean(options.code, kinds)}")
-    kind = kinds[options.code.upper()]
-    page = f"Its page, with examples, is docs/errors/{kind.code}.md."
-    print(f"{kind.code}: {kind.__name__}\n\n{inspect.getdoc(kind)}\n\n{page}")
+    """Print the page of each error, which needs no torch."""
+    pages = {each.stem: each for each in sorted((Path(__file__).parent / "error_pages").glob("CFX*.md"))}
+    for code in options.codes:
+        if code.upper() not in pages:
+            raise UsageError(f"no error {code!r}; {did_you_mean(code.upper(), pages)}")
+    texts = [pages[code.upper()].read_text(encoding="utf-8") for code in options.codes]
+    shown = [text.removeprefix("# ").partition("\n[All errors]")[0].strip() for text in texts]
+    print(re.sub(r"\[[^]]+\]\(\.\./([^)]+)\)", r"docs/\1", "\n\n".join(shown)))
     return 0
 
 
-def _no_options(parser: argparse.ArgumentParser) -> None:
+def _nothing(_: Any) -> None:
     pass
 
 
@@ -488,18 +535,25 @@ class Command:
         run: function of the options, and of the remaining arguments if ``passes_on``; returns the exit
             status.
         add_options: function that adds the command's options to its parser.
+        check: function that raises :class:`UsageError` for options that do not fit together.
+        needs_torch: whether torch is imported before ``run``.
         passes_on: whether arguments that are not options of the command are passed to ``run``.
     """
 
     help: str
     run: Callable[[argparse.Namespace, list[str]], int]
-    add_options: Callable[[argparse.ArgumentParser], None] = _no_options
+    add_options: Callable[[argparse.ArgumentParser], None] = _nothing
+    check: Callable[[argparse.Namespace], None] = _nothing
+    needs_torch: bool = True
     passes_on: bool = False
 
 
 COMMANDS = {
     "explain": Command(
-        "show what compiling an optimizer's step would do, and why", _explain, _add_explain_options
+        "show what compiling an optimizer's step would do, and why",
+        _explain,
+        _add_explain_options,
+        _check_explain,
     ),
     "audit": Command(
         "measure the precision of an optimizer in low precision (mostly about half a minute)",
@@ -514,7 +568,9 @@ COMMANDS = {
     "doctor": Command(
         "versions, compiler, devices, and whether roundings survive on each", _doctor, _add_doctor_options
     ),
-    "error": Command("what an error means, by the code in its message", _error, _add_error_options),
+    "error": Command(
+        "what errors mean, by the codes in their messages", _error, _add_error_options, needs_torch=False
+    ),
     "demo": Command(
         "train a small GPT in pure bf16 under every strategy; options go to examples/train_gpt.py",
         _demo,

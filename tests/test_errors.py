@@ -123,8 +123,17 @@ def test_the_command_prints_what_a_kind_means(code: str, capsys: pytest.CaptureF
     assert main(["error", code.lower()]) == 0
     printed = capsys.readouterr().out
     assert printed.startswith(f"{code}: {CODES[code]}\n\n")
-    assert "\n\nWhat to do: " in printed
-    assert printed.endswith(f"\n\nIts page, with examples, is docs/errors/{code}.md.\n")
+    assert "\n## Example" in printed
+    assert "\n## What to do\n" in printed
+    assert "](../" not in printed  # a terminal has no links
+    assert len(page_of(error_kinds()[code]).read_text()) - len(printed) < 400  # the last line, and links
+
+
+def test_several_codes_are_explained_at_once(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["error", "CFX011", "CFX012"]) == 0
+    printed = capsys.readouterr().out
+    assert "CFX011: EagerStepError" in printed
+    assert "\n\nCFX012: UncompensatedParameterError" in printed
 
 
 def test_a_code_that_there_is_not(capsys: pytest.CaptureFixture[str]) -> None:

@@ -195,7 +195,8 @@ def test_explain_tells_the_way_that_a_compilation_takes() -> None:
         assert explained.unit == route(make).unit
     report = explain(torch.optim.AdamW(parameters(shapes=[(4, 6)])))
     assert report.why() == (
-        "AdamW: captured, compiled in parts\n  not by family: no two tensors are updated alike"
+        "AdamW: captured, compiled in parts\n"
+        "  not by family: no two tensors have the same shape, dtype and update"
     )
     assert "ompiled in parts" not in str(report), "only why() says this"
 

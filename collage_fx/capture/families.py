@@ -109,7 +109,7 @@ def families_of(
             return reason
     gains = found.pieces or found.rows.come_and_go  # even in families of one
     if sum(map(len, families)) == len(families) and not gains:
-        return Reason("no two tensors are updated alike")
+        return Reason("no two tensors have the same shape, dtype and update")
     if not found.adds_rows_left_out(families):
         return Reason("the rows that were traced do not show how the others are updated")
     return found.result(families, tuple(info for info, _ in described))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import pickle
+import zipfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -63,7 +64,7 @@ def checkpoint_tensors(path: Path) -> Mapping[str, Tensor]:
         return _Joined([checkpoint_tensors(each) for each in _weights_in(path)])
     if path.name.endswith(".index.json"):
         return _Joined([checkpoint_tensors(path.parent / name) for name in _shards(path)])
-    if path.suffix in TORCH_ENDINGS:
+    if path.suffix in TORCH_ENDINGS or zipfile.is_zipfile(path):  # an archive: torch.save, by another name
         loaded = load_plain(path)
         while isinstance(loaded, Mapping):
             inner = [loaded[key] for key in WEIGHTS_UNDER if isinstance(loaded.get(key), Mapping)]
@@ -71,7 +72,13 @@ def checkpoint_tensors(path: Path) -> Mapping[str, Tensor]:
                 break
             loaded = inner[0]
         return dict(_flat(loaded, ""))
-    return SafetensorsFile(path)
+    try:
+        return SafetensorsFile(path)
+    except CheckpointMismatchError as error:
+        remedy = (
+            "give a file that safetensors or torch.save has written, an index of such files, or their folder"
+        )
+        raise CheckpointMismatchError(error.met, where=error.where, remedy=remedy) from error
 
 
 def load_plain(path: Path) -> Any:

@@ -307,7 +307,13 @@ def checkup(
     verdict, reasons, notes = judge(checks)
     findings = [*_decay_findings(checks, lr, weight_decay, steps), *_moment_findings(moments)]
     if before is not None and not any(each.moves for each in checks):
-        notes.append("The two checkpoints have no tensors in common.")
+        common = sum(each.name in before for each in checks)
+        notes.append(
+            f"Nothing was compared: of {common} tensors in both checkpoints none has one shape and holds "
+            "bf16 or fp16 numbers in both, and float32 weights lose too little to be told."
+            if common
+            else "The two checkpoints have no tensors in common."
+        )
     if verdict == ROUNDED_AWAY and lr and weight_decay:
         notes += _decay_notes(checks, lr, weight_decay)
     return Checkup(

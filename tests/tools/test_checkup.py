@@ -396,11 +396,13 @@ def test_the_same_weights_in_every_kind_of_file(plain: tuple[Path, Path], tmp_pa
     nested = {"state_dict": {"model": {"layers": weights}}, "epoch": 3}
     torch.save(nested, tmp_path / "nested" / "last.ckpt")
     torch.save(weights, tmp_path / "old.pt", _use_new_zipfile_serialization=False)
+    torch.save(weights, tmp_path / "weights")
     for path in (
         *(tmp_path / kind for kind in ("hub", "one", "bin", "nested")),
         tmp_path / "hub" / "model.safetensors.index.json",
         tmp_path / "one" / "model.safetensors",
         tmp_path / "old.pt",
+        tmp_path / "weights",
     ):
         found = checkup(path)
         assert {each.shape for each in found.tensors} == {each.shape for each in expected.tensors}
@@ -479,6 +481,20 @@ def test_tensors_that_cannot_be_judged_are_named(tmp_path: Path) -> None:
     assert found.notes == ("1 infinities or NaN, in w.", "1 tensors of int8 were not judged.")
     other = checkup(tmp_path / "x.pt", saved({"z": torch.ones(1)}, tmp_path / "z.pt"))
     assert "The two checkpoints have no tensors in common." in other.notes
+
+
+def test_float32_checkpoints_with_the_same_names_are_not_said_to_differ_in_names(tmp_path: Path) -> None:
+    later = saved({"w": torch.randn(4, 4), "z": torch.ones(1)}, tmp_path / "later.pt")
+    for earlier in (torch.randn(4, 4), torch.randn(4, 4).bfloat16()):
+        (note,) = checkup(later, saved({"w": earlier}, tmp_path / "earlier.pt")).notes
+        assert note.startswith("Nothing was compared: of 1 tensors in both checkpoints none has one shape")
+
+
+@pytest.mark.parametrize("name", ["result.json", "train.py"])
+def test_a_file_of_no_known_kind_is_told_all_kinds_that_are_read(name: str, tmp_path: Path) -> None:
+    (tmp_path / name).write_text("{}")
+    with pytest.raises(CheckpointMismatchError, match=r"safetensors or torch\.save has written, an index"):
+        checkup(tmp_path / name)
 
 
 # The command. -----------------------------------------------------------------------------------------------
