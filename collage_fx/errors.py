@@ -15,11 +15,15 @@ the compiled step, without the frames of Dynamo and of this package, unless ``TO
 
 from __future__ import annotations
 
+import inspect
 import traceback
 import warnings
 from typing import Any
 
 from collage_fx.torch_compat import Refused, records
+
+#: Packages whose lines a warning does not name.
+_INNER = ("collage_fx", "torch", "contextlib", "functools")
 
 
 class CollageError(Refused, RuntimeError):
@@ -364,9 +368,15 @@ def error_kinds() -> dict[str, type[CollageError]]:
     return {each.code: each for each in kinds if each is not CollageError}
 
 
-def warn(refusal: CollageError) -> None:
-    """Warn of a refusal that a strict backend would raise."""
-    warnings.warn(f"collage_fx: {refusal}", stacklevel=3)
+def warn(text: object) -> None:
+    """Warn at the line of the user's program: that of the innermost call from outside of us and torch.
+
+    ``text`` is a sentence, or a refusal that a strict backend would raise.
+    """
+    frame, level = inspect.currentframe(), 1
+    while frame and frame.f_globals.get("__name__", "").partition(".")[0] in _INNER:
+        frame, level = frame.f_back, level + 1
+    warnings.warn(f"collage_fx: {text}", stacklevel=level)
 
 
 def raise_or_warn(about: Any, refusal: CollageError, *, strict: bool) -> None:

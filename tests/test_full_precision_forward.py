@@ -217,6 +217,12 @@ def test_the_bits_of_float32_parameters_after_many_steps(
     assert_like_float32(of, of, reference(of))
 
 
+def test_a_handle_names_the_classes_of_its_modules() -> None:
+    modules = [torch.nn.LayerNorm(4), torch.nn.Linear(4, 4), torch.nn.LayerNorm(4)]
+    handle = full_precision_forward([each.bfloat16() for each in modules])
+    assert repr(handle) == "<FullPrecisionForward of 3 modules: LayerNorm, Linear>"
+
+
 def test_the_bits_within_a_budget() -> None:
     of = model()
     choose(of)

@@ -60,6 +60,21 @@ def left_by(of: nn.Module, optimizer: Optimizer) -> Left:
     return values
 
 
+def test_a_handle_tells_what_it_is() -> None:
+    of = model()
+    released = step_in_backward(of, optimizer := adamw(of.parameters()))
+    of(next(batches(1))).float().square().mean().backward()
+    waited = released.largest
+    assert waited > 0
+    count = len(optimizer.param_groups[0]["params"])
+    assert repr(released) == (
+        f"<GradientRelease of AdamW: {count} parameters, at most {waited:,} bytes of gradients have waited>"
+    )
+    assert repr(offload(adamw(model().parameters()))).startswith(
+        f"<Offload of AdamW: {count} parameters, at most 0 bytes"
+    )
+
+
 def assert_same(one: Left, other: Left) -> None:
     assert one.keys() == other.keys()
     differ = [

@@ -112,7 +112,7 @@ def test_float32_parameters_are_said_to_have_no_error_terms(
     (record,) = caplog.records
     assert record.getMessage() == (
         "AdamW: no error terms: its parameters are float32 (autocast keeps them so). For pure bf16, call "
-        "model.to(torch.bfloat16) before making the optimizer"
+        "model.to(torch.bfloat16)"
     )
     assert "not compiled yet" not in str(backend.report())
     run_steps(step, params, [0])

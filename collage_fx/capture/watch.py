@@ -731,7 +731,7 @@ def _warn_of_wide_parameters(optimizer: Optimizer, backend: Any) -> None:
     if dtypes and not packs and dtypes <= {torch.float32, torch.float64}:
         log.warning(
             "%s: no error terms: its parameters are %s (autocast keeps them so). For pure bf16, call "
-            "model.to(torch.bfloat16) before making the optimizer",
+            "model.to(torch.bfloat16)",
             type(optimizer).__name__,
             " and ".join(sorted(str(dtype).removeprefix("torch.") for dtype in dtypes)),
         )
@@ -883,14 +883,18 @@ def _take_over_or_refuse(optimizer: Optimizer, name: str, owner: Optimizer | Non
     # Error terms of a checkpoint that this optimizer has loaded itself belong to no compiled step.
     is_newest_strict = _Requests.newest_is_strict and not is_adopted(optimizer)
     strict = is_newest_strict if requested is None else requested.request.strict
-    kind, of = type(optimizer).__name__, "" if owner is None else f" of {type(owner).__name__}"
+    kind = type(optimizer).__name__
+    if owner is None:
+        belong = "have error terms, of a checkpoint or of an optimizer that is gone, which"
+        first = ""
+    else:
+        belong = f"belong to a compensated step of {type(owner).__name__}, whose error terms"
+        first = "collage_fx.uninstall the other optimizer, or "
     refusal = EagerStepError(
-        f"{kind}.step() updates parameters eagerly that belong to a compensated step{of}, whose error terms "
-        "it would neither use nor keep up",
+        f"{kind}.step() updates parameters eagerly that {belong} it would neither use nor keep up",
         where=name,
         remedy=f"have this {kind} compensated as well, collage_fx.install(optimizer). To go on without it, "
-        "collage_fx.uninstall the other optimizer, or drop the error terms with "
-        "collage_fx.reset_error_terms(parameter)",
+        f"{first}drop the error terms with collage_fx.reset_error_terms(parameter)",
     )
     raise_or_warn(optimizer, refusal, strict=strict)
 

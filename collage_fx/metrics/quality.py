@@ -84,6 +84,12 @@ class UpdateQuality:
     held: float
     sizes: tuple[float, ...]
 
+    def __repr__(self) -> str:
+        """Return the number of elements and the derived values that answer most questions."""
+        names = ("edq_ratio", "lost_share", "lost_share_hi", "small_share", "error_share")
+        values = "".join(f", {name}={getattr(self, name):.4g}" for name in names)
+        return f"UpdateQuality(elements={self.elements:,}{values})"
+
     def __add__(self, other: UpdateQuality) -> UpdateQuality:
         """Return the measurements of both updates together, as if their tensors were concatenated."""
         numbers = [each.name for each in fields(self) if each.name != "sizes"]
@@ -206,7 +212,10 @@ class Metrics(Mapping[int, Mapping[str, UpdateQuality]]):
         if not self:
             return "Metrics(nothing measured yet)"
         steps = list(self)
-        return f"Metrics({len(steps)} steps, {steps[0]} to {steps[-1]}, of {len(self.tensors)} tensors)"
+        told = f"{len(steps)} steps, {steps[0]} to {steps[-1]}, of {len(self.tensors)} tensors"
+        kinds = {each.kind for each in self.tensors.values()}
+        last = self.overall().get(steps[-1]) if "parameter" in kinds else None
+        return f"Metrics({told}{'' if last is None else f'; the last of parameters: {last}'})"
 
     def by(
         self, key: Callable[[MeasuredTensor], Key], kind: str | None = "parameter"

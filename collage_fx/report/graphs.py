@@ -114,7 +114,7 @@ class GraphReport:
             return f"{self.subject}: {packed} state tensors packed"
         listed = " and ".join([", ".join(done[:-1]), done[-1]] if len(done) > 1 else done) or "nothing"
         extra = bytes_per_parameter(self.tensors)["error terms"]
-        cost = f", {extra:.1f} extra bytes/param" if extra else ""
+        cost = f", {extra:.1f} extra bytes/param" if extra > 0 else ""
         also = f", {packed} state tensors packed" if packed else ""
         return f"{self.subject}: {listed} compensated{cost}{also}"
 

@@ -56,6 +56,7 @@ class CollageReport:
     def bytes_per_parameter(self) -> dict[str, float]:
         """Compute bytes per element of low-precision parameters: parameters, state, error terms, and total.
 
+        NaN without parameters in the report: before the first step, or float32 without packed state.
         ``state`` is all state of these parameters, without gradients, which some steps overwrite.
         """
         return bytes_per_parameter(self.tensors, sum(self.other_state.values()))

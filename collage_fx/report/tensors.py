@@ -72,8 +72,9 @@ class TensorReport:
 
     @property
     def verdict(self) -> str:
-        """Verdict on the storage format alone: ``loses updates`` or ``fine``."""
-        return "loses updates" if self.lossy else "fine"
+        """Verdict on the storage format alone: ``loses updates``, ``loses little`` or ``fine``."""
+        little = self.dtype == torch.float32
+        return "loses little" if self.lossy and little else "loses updates" if self.lossy else "fine"
 
     @property
     def here(self) -> str:
@@ -194,4 +195,4 @@ def bytes_per_parameter(rows: Sequence[TensorReport], other_state: int = 0) -> d
         "error terms": sum(row.error_bytes for row in rows),
     }
     sums["total"] = sum(sums.values())
-    return {name: value / parameters if parameters else 0.0 for name, value in sums.items()}
+    return {name: value / parameters if parameters else math.nan for name, value in sums.items()}

@@ -96,7 +96,6 @@ import copyreg
 import functools
 import inspect
 import itertools
-import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -107,7 +106,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.utils.weak import TensorWeakRef
 
-from collage_fx.errors import CheckpointMismatchError
+from collage_fx.errors import CheckpointMismatchError, warn
 from collage_fx.graph import Role
 from collage_fx.numerics import (
     COUNT,
@@ -439,10 +438,9 @@ def _warn_unsaved(optimizer: Optimizer) -> None:
     held = {id(entry.tensor) for entry in known_tensors(with_inner).values()}
     for name, tensor in state_tensors(attributes):
         if id(tensor) not in held and has_error_terms(tensor):
-            warnings.warn(
-                f"collage_fx: the error terms of {type(optimizer).__name__}.{name} are not in its "
-                "state_dict (it holds what is in param_groups and state); they start from zero once loaded",
-                stacklevel=5,  # above the hook, state_dict, and the function that torch puts around it
+            warn(
+                f"the error terms of {type(optimizer).__name__}.{name} are not in its "
+                "state_dict (it holds what is in param_groups and state); they start from zero once loaded"
             )
 
 
@@ -789,11 +787,10 @@ def _take_up(optimizer: Optimizer) -> bool:
             del optimizer.state[parameter]
     _restore(optimizer, _Load(plain, saved, kept))
     if lost:
-        warnings.warn(
-            f"collage_fx: a checkpoint was loaded into {type(optimizer).__name__} before its step was given "
+        warn(
+            f"a checkpoint was loaded into {type(optimizer).__name__} before its step was given "
             f"to torch.compile or install, which has cost the error terms of {', '.join(lost)}; they start "
-            "from zero. To keep them, call load_state_dict below that line",
-            stacklevel=3,
+            "from zero. To keep them, call load_state_dict below that line"
         )
     return True
 
@@ -1362,20 +1359,19 @@ def _fill_waiting(optimizer: Optimizer, waiting: Iterable[_Waiting]) -> None:
 
 def _warn_of_missing(kind: type[Optimizer], names: Sequence[str]) -> None:
     """Warn of tensors for which a checkpoint holds no error terms."""
-    warnings.warn(
-        f"collage_fx: no error terms of {some(names)} have been loaded into {kind.__name__}; they start from "
+    warn(
+        f"no error terms of {some(names)} have been loaded into {kind.__name__}; they start from "
         "zero. Either a plain optimizer has saved the checkpoint; or it was loaded before the step was given "
         "to torch.compile or collage_fx.install, and plain PyTorch has rounded float32 state in it (call "
         "load_state_dict below that line: the rest becomes error terms); or torch.distributed.checkpoint has "
         "left out those in the file: it loads only what an optimizer holds already, and this one had not "
-        "taken a compiled step (collage_fx.install makes it take one)",
-        stacklevel=4,
+        "taken a compiled step (collage_fx.install makes it take one)"
     )
 
 
 def _warn_of_checkpoint(kind: type[Optimizer], holds: str) -> None:
     """Warn of the contents of a checkpoint."""
-    warnings.warn(f"collage_fx: the checkpoint loaded into {kind.__name__} holds {holds}", stacklevel=3)
+    warn(f"the checkpoint loaded into {kind.__name__} holds {holds}")
 
 
 def _keyed_parameters(optimizer: Optimizer, state_dict: StateDict) -> Iterator[tuple[Any, str, Tensor]]:

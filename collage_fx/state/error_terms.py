@@ -31,7 +31,6 @@ from __future__ import annotations
 import itertools
 import math
 import threading
-import warnings
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -40,7 +39,12 @@ import torch
 from torch import Tensor
 from torch.utils.weak import TensorWeakRef, WeakIdKeyDictionary, WeakIdRef, WeakTensorKeyDictionary
 
-from collage_fx.errors import CheckpointMismatchError, ConflictingErrorFormatError, UnsupportedTensorError
+from collage_fx.errors import (
+    CheckpointMismatchError,
+    ConflictingErrorFormatError,
+    UnsupportedTensorError,
+    warn,
+)
 from collage_fx.graph import is_dense
 from collage_fx.numerics import ERROR_FORMATS, AuxiliarySpec, ErrorFormat, format_named, is_low_precision
 from collage_fx.state.fingerprints import bits_of
@@ -427,10 +431,9 @@ def ensure_record(
                 found.replace_contents(contents)
             return found
         if tensor in _BY_OBJECT:
-            warnings.warn(
-                f"collage_fx: {name} has changed its dtype or shape (now {tensor.dtype}, "
-                f"{tuple(tensor.shape)}); its error terms start again from zero",
-                stacklevel=2,
+            warn(
+                f"{name} has changed its dtype or shape (now {tensor.dtype}, "
+                f"{tuple(tensor.shape)}); its error terms start again from zero"
             )
         with real_tensors(), torch.no_grad():
             buffers = _buffers(error_format.auxiliaries(piece), piece.device, contents, take_over=take_over)

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import logging
 import sys
-import warnings
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
@@ -30,6 +29,7 @@ from torch.nn import Module, Parameter
 from torch.optim import Optimizer
 from torch.utils.weak import TensorWeakRef
 
+from collage_fx.errors import warn
 from collage_fx.numerics import ErrorFormat, is_low_precision
 from collage_fx.state.claims import Claims, some
 from collage_fx.state.error_terms import hand_over, move_into, record_memory, record_of, settle_before_reading
@@ -384,9 +384,8 @@ def _warn_of_new_values(optimizer: Optimizer, written: Sequence[_Slot]) -> None:
     with real_tensors():
         names = [slot.name for slot in written if local_tensor(slot.value.detach()).any()]
     if names:
-        warnings.warn(
-            f"collage_fx: {some(names)} of {type(optimizer).__name__} has been replaced by another tensor of "
+        warn(
+            f"{some(names)} of {type(optimizer).__name__} has been replaced by another tensor of "
             "other values, which begins without error terms; collage_fx.assign(tensor, value) writes a value "
-            "with all its bits",
-            stacklevel=2,
+            "with all its bits"
         )

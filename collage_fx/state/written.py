@@ -20,7 +20,6 @@ turn.
 
 from __future__ import annotations
 
-import warnings
 from array import array
 from collections.abc import Callable, Sequence
 from operator import is_
@@ -29,6 +28,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from collage_fx.codegen import PEEKED, Peek, is_library_loaded
+from collage_fx.errors import warn
 from collage_fx.state.claims import some
 from collage_fx.state.error_terms import ErrorTermRecord, next_event, record_of, same_elements
 from collage_fx.state.packed import PackedTensor
@@ -199,13 +199,12 @@ class WriteDetector:
                 self._copies[i] = hi.clone()
                 new.append(self.names[i])
         if new:
-            warnings.warn(
-                f"collage_fx: {some(new)} of {self._subject} has been written to between two steps, where "
-                "its error terms are of the values before: this time all of them begin again from zero, "
-                "later those of elements that have other values. collage_fx.assign(parameter, value) writes "
-                "a value with all its bits, and collage_fx.full_value(parameter) reads one. A method of the "
-                "optimizer that writes to it has to be compiled, too",
-                stacklevel=2,
+            warn(
+                f"{some(new)} of {self._subject}: written to between two steps, by something else than the "
+                "step. The error terms belonged to the old values and start again from zero: all of them, "
+                "next time those of changed elements. To write a value with all its bits, call "
+                "collage_fx.assign(parameter, value); to read one, collage_fx.full_value(parameter). If a "
+                "method of the optimizer writes, compile it, too"
             )
 
     def _settle_state(self, versions: Sequence[int], is_written_elsewhere: Callable[[Tensor], bool]) -> None:
@@ -226,11 +225,10 @@ class WriteDetector:
                 written.append(name)
         if written and not self._is_state_told:
             self._is_state_told = True
-            warnings.warn(
-                f"collage_fx: {some(written)} of {self._subject} has been written to between two steps, "
+            warn(
+                f"{some(written)} of {self._subject}: written to between two steps, "
                 "without compensation. If another method of the optimizer does that, have it compiled, too: "
-                "method = torch.compile(optimizer.method, backend=collage_fx.backend_of(optimizer))",
-                stacklevel=2,
+                "method = torch.compile(optimizer.method, backend=collage_fx.backend_of(optimizer))"
             )
 
 

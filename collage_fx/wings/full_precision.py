@@ -106,6 +106,10 @@ class FullPrecisionForward:
         for module in modules:
             _choose(module, output_dtype)
 
+    def __repr__(self) -> str:
+        kinds = ", ".join(sorted({type(module).__name__ for module in self.modules}))
+        return f"<FullPrecisionForward of {len(self.modules)} modules: {kinds}>"
+
     def remove(self) -> None:
         """Make the modules compute with their parameters alone again."""
         for module in self.modules:

@@ -236,6 +236,10 @@ class GradientRelease:
         self._is_watching = False
         self._ask()
 
+    def __repr__(self) -> str:
+        of = f"{type(self._optimizer).__name__}: {len(self._parameters)} parameters"
+        return f"<{type(self).__name__} of {of}, at most {self.largest:,} bytes of gradients have waited>"
+
     def watch(self) -> None:
         """Note each gradient when it is complete, by hooks of the parameters."""
         self._is_watching = True

@@ -638,6 +638,12 @@ def test_derived_values() -> None:
     assert quality.effective_norm == math.sqrt(18)
     assert (quality.lost_share_hi, quality.lost_share) == (1 / 2, 0)
     assert (quality.imprecision, quality.error_share) == (3 / 4, 1 / 4)
+    shown = "edq_ratio=0.84, lost_share=0, lost_share_hi=0.5, small_share=0.5, error_share=0.25"
+    assert repr(quality) == f"UpdateQuality(elements=4, {shown})"
+    measured = Metrics({7: {"p": quality}}, {"p": MeasuredTensor("p", "parameter", "", 0, "SGD")})
+    assert repr(measured) == f"Metrics(1 steps, 7 to 7, of 1 tensors; the last of parameters: {quality})"
+    of_state = Metrics({7: {"p": quality}}, {"p": MeasuredTensor("p", "exp_avg", "", 0, "Adam")})
+    assert repr(of_state) == "Metrics(1 steps, 7 to 7, of 1 tensors)"
     nothing = UpdateQuality(2, **dict.fromkeys(SUMS, 0.0), sizes=(2.0, *[0.0] * len(OCTAVES)))
     assert math.isnan(nothing.small_share)
     assert math.isnan(nothing.edq_ratio)

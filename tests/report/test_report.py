@@ -246,7 +246,7 @@ def test_a_scalar_parameter() -> None:
 def test_an_empty_report_says_when_it_fills() -> None:
     backend = CollageBackend()
     assert "first call" in str(backend.report())
-    assert backend.report().bytes_per_parameter()["total"] == 0
+    assert math.isnan(backend.report().bytes_per_parameter()["total"]), "unknown, not 0"
 
 
 def test_a_recompilation_replaces_rows_and_a_report_is_a_snapshot() -> None:
