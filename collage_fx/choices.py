@@ -154,8 +154,8 @@ class OptionFields:
         decay, a moving average) is taken as what it takes away: ``x + (t - a x)`` for ``x (1 - a) + t``.
         So there is decay where float32 cannot tell its factor from 1 (lr * weight_decay below 6e-8), in
         float32 tensors, too. Numbers, such as bias corrections, are computed in float64. ``"as
-        written"``: in the optimizer's operations; with ``"full"`` and ``rounding="nearest"`` in the bits
-        of float32. ``native`` arithmetic computes as written.""",
+        written"``: in the optimizer's operations; with ``"full"`` and ``rounding="nearest"`` as precise as
+        float32. ``native`` arithmetic computes as written.""",
         otherwise="or call collage_fx.changes(model) to learn which weights have changed",
         in_shell=True,
     )

@@ -426,11 +426,15 @@ def _doctor(options: argparse.Namespace, _: list[str]) -> int:
 
 
 def _demo(options: argparse.Namespace, rest: list[str]) -> int:
-    """Run the example as a program of its own."""
+    """Run the example as a program of its own; print its help without the packages that it needs."""
+    program = Path(collage_fx.__file__).parent / "examples" / "train_gpt.py"
+    if {"-h", "--help"} & set(rest):
+        print(ast.get_docstring(ast.parse(program.read_text(encoding="utf-8"))))
+        return 0
     missing = [name for name in ("matplotlib", "tqdm") if importlib.util.find_spec(name) is None]
     if missing:
         raise UsageError(f"the demo needs {' and '.join(missing)}: pip install 'collage-fx[demo]'")
-    command = [sys.executable, str(Path(collage_fx.__file__).parent / "examples" / "train_gpt.py"), *rest]
+    command = [sys.executable, str(program), *rest]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}  # a checkout may not be installed
     status = subprocess.run(command, env=environment, check=False).returncode
     return status if status >= 0 else 128 - status  # a signal, as a shell gives it
@@ -572,8 +576,9 @@ COMMANDS = {
         "what errors mean, by the codes in their messages", _error, _add_error_options, needs_torch=False
     ),
     "demo": Command(
-        "train a small GPT in pure bf16 under every strategy; options go to examples/train_gpt.py",
+        "train a small GPT in pure bf16 with and without error terms; options go to examples/train_gpt.py",
         _demo,
         passes_on=True,
+        needs_torch=False,
     ),
 }

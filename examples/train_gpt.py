@@ -32,7 +32,16 @@ What is measured, the first two by the backend itself (``CollageBackend(metrics=
 [1] https://github.com/karpathy/nanoGPT, README, "I only have a macbook"
 [2] Yu et al., Collage: Light-Weight Low-Precision Strategy for LLM Training, ICML 2024, arXiv:2405.03637
 
-    python examples/train_gpt.py [--steps 1000] [--out demo_results] [--device cpu] [--quick]
+    python examples/train_gpt.py [OPTION ...]
+
+    --all                  every row, ten minutes; without it none, plus, 5.1 bytes and fp32 master
+    --strategies NAME ...  these rows
+    --steps 1000           of each training
+    --seed 0               of weights and data order
+    --quick                a tiny model and a few steps, to see that it runs
+    --out demo_results     folder for figure and table
+    --device cpu
+    --threads 1            of torch
 """
 
 from __future__ import annotations
@@ -111,6 +120,9 @@ class Strategy:
     line: str | tuple[int, tuple[int, ...]]  # matplotlib's name of it, or an offset and lengths of dashes
 
 
+#: Minutes of a training of 1000 steps on one core of an AMD EPYC: docs/demo.md.
+MINUTES = 1.5
+
 BASELINE = "fp32 master"
 STRATEGIES = {
     strategy.name: strategy
@@ -124,6 +136,10 @@ STRATEGIES = {
         Strategy(BASELINE, {"strategy": "full", "error_format": "fp32"}, "#000000", ":"),
     )
 }
+
+
+#: Rows of a run without options.
+SHORT = ("none", "plus", "5.1 bytes", BASELINE)
 
 
 # Text. ------------------------------------------------------------------------------------------------------
@@ -539,22 +555,20 @@ def draw_panel(runs: Sequence[Run], path: Path) -> None:
 
 
 def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description="Train a small GPT in pure bfloat16, with and without Collage."
-    )
-    parser.add_argument("--steps", type=int, help=f"per strategy (default {Recipe.steps})")
-    parser.add_argument("--seed", type=int, default=0, help="of weights and data order")
+    parser = argparse.ArgumentParser()
+    parser.format_help = lambda: f"{__doc__}"  # type: ignore[method-assign]
     names = list(STRATEGIES)
-    parser.add_argument(
-        "--strategies", nargs="+", default=names, choices=names, metavar="NAME", help=f"of {names}"
-    )
-    parser.add_argument(
-        "--quick", action="store_true", help="a tiny model and a few steps, to see that it runs"
-    )
-    parser.add_argument("--out", type=Path, default=Path("demo_results"), help="folder for figure and table")
+    rows = parser.add_mutually_exclusive_group()
+    rows.add_argument("--all", action="store_const", const=names, dest="strategies")
+    rows.add_argument("--strategies", nargs="+", choices=names, metavar="NAME")
+    parser.set_defaults(strategies=[name for name in names if name in SHORT])
+    parser.add_argument("--steps", type=int)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--quick", action="store_true")
+    parser.add_argument("--out", type=Path, default=Path("demo_results"))
     parser.add_argument("--device", default="cpu")
     # So small a model gains a quarter from a second core, and runs ten times slower where that core is busy.
-    parser.add_argument("--threads", type=int, default=1, help="of torch (default 1)")
+    parser.add_argument("--threads", type=int, default=1)
     options = parser.parse_args()
     if options.steps is not None and options.steps < 2:
         parser.error("--steps: the first step compiles, so there must be two or more")
@@ -570,9 +584,18 @@ def main() -> None:
     text = Text.of_standard_library()
     options.out.mkdir(parents=True, exist_ok=True)
     started = time.perf_counter()
+    count, minutes = len(options.strategies), MINUTES * recipe.steps / Recipe.steps
+    if not options.quick:
+        print(f"{count} trainings of {recipe.steps} steps, each about {minutes:.1f} minutes on an idle core")
     bar: tqdm[Any]
     with tqdm(total=recipe.steps * len(options.strategies), unit="step") as bar:
-        runs = [train(STRATEGIES[name], recipe, text, options.device, bar) for name in options.strategies]
+        runs = []
+        for name in options.strategies:
+            runs.append(run := train(STRATEGIES[name], recipe, text, options.device, bar))
+            bar.write(
+                f"{name}: validation loss {run.loss:.4f}, {run.mean('lost_share'):.1%} of updates lost, "
+                f"{run.bytes_per_parameter:.3g} bytes per parameter"
+            )
     figure = options.out / "train_gpt.png"
     draw(runs, figure)
     shown = [run for run in runs if run.strategy.name in PANEL]

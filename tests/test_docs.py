@@ -221,3 +221,85 @@ def test_the_bytes_kept_of_a_measured_tensor() -> None:
     kept = f"{(len(ROW) + 1) * torch.float64.itemsize} bytes per tensor and"
     assert kept in (DOCS / "metrics.md").read_text()
     assert kept in str(CollageBackend.metrics.__doc__)
+
+
+#: Parts of pages that commands have written, and pages that they write as wholes.
+GENERATED = re.compile(r"<!-- (?:written )?by .*?<!-- (?:end|to here)[^>]*-->|```.*?```", re.DOTALL)
+BY_COMMANDS = {
+    "compatibility.md",
+    "compatibility-rows.md",
+    "formats.md",
+    "paper.md",
+    "reliability.md",
+    "demo.md",
+}
+#: Measured numbers in sentences: shares, factors, times.
+MEASURED = re.compile(r"(?<![\w.])(\d+(?:\.\d+)?)(?= times| %| ms| ?×| nats)")
+#: A page -> numbers in its sentences that are in no table of a command, and the reason.
+ALLOWED = {
+    "strategies.md": {"0.091", "0.055", "0.072", "0.28"},  # test_the_table_of_decays and _of_noise hold them
+    "metrics.md": {"40", "38"},  # an example's text, of an optimizer in words
+    "gpu.md": {"14.3", "90"},  # measured by hand on the card, as the page says
+}
+
+
+def _written_by_commands() -> str:
+    pages = [ROOT / "README.md", ROOT / "benchmarks" / "README.md", *sorted(DOCS.glob("*.md"))]
+    parts = [
+        text if page.name in BY_COMMANDS else "".join(GENERATED.findall(text))
+        for page in pages
+        for text in [page.read_text()]
+    ]
+    return "\n".join(parts)
+
+
+@pytest.mark.parametrize("page", [ROOT / "README.md", *sorted(DOCS.glob("*.md"))], ids=lambda page: page.name)
+def test_a_measured_number_in_a_sentence_is_in_a_table_that_a_command_wrote(page: Path) -> None:
+    if page.name in BY_COMMANDS:
+        return
+    known = {float(each) for each in re.findall(r"\d+(?:\.\d+)?", _written_by_commands())}
+    known |= {round(100 * each, 6) for each in known if each < 1}  # a share, written in percent
+    found = MEASURED.findall(GENERATED.sub("", page.read_text()))
+    unknown = {each for each in found if float(each) not in known} - ALLOWED.get(page.name, set())
+    assert not unknown, f"{page.name}: write them by a command, or hold them by a test"
+
+
+def test_comparison_says_the_times_of_its_table() -> None:
+    text = (DOCS / "comparison.md").read_text()
+    for row, said in (
+        ("HeavyBall, 16 \\+ 8 bits", r"compiled step takes ([\d.]+) times as long as a copy"),
+        (r"Kahan sum of weights \(optimi\)", r"takes ([\d.]+) times as long as a copy;"),
+    ):
+        measured = re.search(rf"^\| {row} .* ([\d.]+) \|$", text, re.MULTILINE)
+        spoken = re.search(said, text)
+        assert measured
+        assert spoken
+        assert spoken[1] == measured[1]
+
+
+def test_the_readme_says_how_fast_a_step_is_on_cpus() -> None:
+    tables = (ROOT / "benchmarks" / "README.md").read_text().split("| optimizer ")[1:]
+    faster = []
+    for table in tables:
+        heads = [each.strip() for each in table.splitlines()[0].split("|")]
+        row = re.search(r"^\| torch fp32 fused +(\|.*)$", table, re.MULTILINE)
+        if row and "plus ÷ it" in heads:
+            value = row[1].split("|")[heads.index("plus ÷ it")].split("±")[0].strip()
+            faster += [1 / float(value)] if value else []  # that of a GPU has none
+    said = re.search(r"A step is \[([\d.]+) to ([\d.]+) times as fast\]", (ROOT / "README.md").read_text())
+    assert len(faster) >= 3
+    assert said
+    assert (said[1], said[2]) == (f"{min(faster):.1f}", f"{max(faster):.1f}")
+
+
+def test_choosing_says_the_errors_of_the_long_run() -> None:
+    long_run = (
+        (ROOT / "benchmarks" / "README.md").read_text().partition("**N(0, 1), lr 1e-05, weight decay 0**")[2]
+    )
+    ends = [
+        float(re.search(rf"^\| +[\d.]+ \| {name} .* ([\d.]+) \|$", long_run, re.MULTILINE)[1])  # type: ignore[index]
+        for name in ("plus, mcf", "fp32 masters", "plus, exact")
+    ]
+    mcf, masters, default = (100 * each for each in ends)
+    said = f"`mcf` is off by {mcf:.0f} %, fp32 masters by {masters:.1f} %, the default by {default:.2f} %"
+    assert said in (DOCS / "choosing.md").read_text()

@@ -42,7 +42,7 @@ tenth of that loss is left.
 
 {notes}
 
-Your optimizer is not here? `collage-fx audit --optimizer package.Class --lr 1e-4` measures it in seconds
+Your optimizer is not here? `collage-fx audit --optimizer package.Class --lr 1e-4`: half a minute
 ([audit](audit.md)). Each class has a row in [every optimizer, measured](compatibility-rows.md). The options
 and dtypes of each, {lines} combinations, are in `tests/compatibility/measured.json`.
 
