@@ -112,7 +112,8 @@ def write_document(document: Path, results: Path) -> None:
         found = json.loads(path.read_text())
         if "rows" not in found:  # of another command
             continue
-        sizes = [size for size in found["parameters"] if SIZES[size].devices]
+        measured = {row["size"] for row in found["rows"]}
+        sizes = [size for size in found["parameters"] if SIZES[size].devices and size in measured]
         if not sizes:
             continue
         sections.append(f"### {found['machine']}, torch {found['torch']}")

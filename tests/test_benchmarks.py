@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections import Counter
 from functools import partial
 from itertools import pairwise, permutations
@@ -13,8 +14,10 @@ import pytest
 import torch
 from torch.torch_version import TorchVersion
 
-from benchmarks import comparison
+import collage_fx
+from benchmarks import comparison, few_bytes
 from benchmarks.__main__ import main, opened, parse_arguments, stages
+from benchmarks.beyond_fp32 import off
 from benchmarks.by_hand import BETAS, EPS, LR, WEIGHT_DECAY, EagerCollage, KahanAdamW
 from benchmarks.compiling import OPTIMIZERS
 from benchmarks.measure import Failure, Process
@@ -281,3 +284,28 @@ def test_the_comparison_has_the_numbers_of_the_results(tmp_path: Path) -> None:
     put_between(copy, *comparison.MARKS, comparison.table())
     assert text == copy.read_text(), "python -m benchmarks.comparison writes the table"
     assert all(any(name in line for line in text.splitlines()) for name, *_ in comparison.ROWS)
+
+
+def test_a_size_without_rows_has_no_section() -> None:
+    for section in re.split(
+        r"^#### ", (comparison.PAGE.parents[1] / "benchmarks" / "README.md").read_text(), flags=re.MULTILINE
+    )[1:]:
+        assert re.search(r"^\|[^-\n]+\|$\n^\|-.*\|$\n^\| \S", section, re.MULTILINE), section[:80]
+
+
+def test_few_bytes_are_those_of_the_formats(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A weight takes 2 bytes, its error term 1, each momentum an integer of 1 and a scale of 1 for 32."""
+    momentum = 1 + 1 / 32
+    rows = few_bytes.PAGE.read_text().partition(few_bytes.MARKS[0])[2].splitlines()
+    shown = {cells[1].strip(): cells[-3].strip() for row in rows if len(cells := row.split("|")) > 9}
+    two = {"AdamW", "NAdam", "RMSprop, momentum"}
+    for name in few_bytes.OPTIMIZERS:
+        assert shown[name] == f"{3 + (2 if name in two else 1) * momentum:.2f}", name
+    monkeypatch.setattr(few_bytes, "STEPS", 20)
+    exact, _ = few_bytes.run("Lion", None, torch.float64)
+    plain, _ = few_bytes.run("Lion", None, torch.bfloat16)
+    way, lion = few_bytes.run("Lion", few_bytes.WAYS["fewest bytes"], torch.bfloat16)
+    held = collage_fx.backend_of(lion).report().bytes_per_parameter()["total"]
+    count = 2 * 4 / math.prod(few_bytes.SHAPE)  # the weights' and the momentum's count of steps, for dither
+    assert held == pytest.approx(3 + momentum + count)
+    assert off(way, exact) < off(plain, exact)
