@@ -179,10 +179,14 @@ def names_of(option: str) -> tuple[str, ...]:
     return tuple(name for literal in literals for name in get_args(literal) if isinstance(name, str))
 
 
+#: Line of a docstring that stands for all options, also where a docstring is read without being executed.
+PLACE = "options: by name; docs/options.md has them all."
+
+
 def takes_options(taking: Taking) -> Taking:
     """Give a function or class with ``**options`` the signature of all options, for ``help()``: a decorator.
 
-    ``{options}`` in its docstring, on a line of its own, becomes their documentation.
+    :data:`PLACE` in its docstring, on a line of its own, becomes their documentation.
     """
     signature = inspect.signature(taking)
     own = [each for each in signature.parameters.values() if each.kind is not each.VAR_KEYWORD]
@@ -194,13 +198,13 @@ def takes_options(taking: Taking) -> Taking:
     ]
     shown: Any = taking
     shown.__signature__ = signature.replace(parameters=[*own, *options])
-    if taking.__doc__ and "{options}" in taking.__doc__:
+    if taking.__doc__ and PLACE in taking.__doc__:
         texts = (f"{each.name}: {' '.join(each.metadata['text'].split())}" for each in fields(OptionFields))
-        indent = taking.__doc__.partition("{options}")[0].rpartition("\n")[2]
+        indent = taking.__doc__.partition(PLACE)[0].rpartition("\n")[2]
         wrapped = (
             textwrap.fill(x, 110, initial_indent=indent, subsequent_indent=f"{indent}    ") for x in texts
         )
-        taking.__doc__ = taking.__doc__.replace("{options}", "\n".join(wrapped).strip())
+        taking.__doc__ = taking.__doc__.replace(PLACE, "\n".join(wrapped).strip())
     return taking
 
 

@@ -30,7 +30,7 @@ class CollageBackend(Backend):
     ``step = torch.compile(opt.step, backend=CollageBackend())``
 
     Args:
-        {options}
+        options: by name; docs/options.md has them all.
 
     Raises:
         ValueError: an option has a value that is not allowed; the message names those that are.
