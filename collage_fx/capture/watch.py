@@ -381,7 +381,12 @@ def _within_conversion(compiler: Any, code: CodeType, variables: Mapping[str, An
         stack.enter_context(compiling_for(compiled))
         token = _conversion.set((stack, torch.is_grad_enabled()))
         stack.callback(_conversion.reset, token)
-        yield
+        try:
+            yield
+        except (KeyboardInterrupt, SystemExit):  # no step has been taken, and maybe none will be
+            for optimizer in optimizers:
+                forget_new_state(optimizer)
+            raise
 
 
 #: Contexts to leave when the thread's conversion ends; whether the function is called with gradients enabled.

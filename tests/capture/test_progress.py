@@ -1,11 +1,13 @@
-"""What is said while a step is compiled: lines of the log, and a clock where there is a terminal."""
+"""While a step is compiled: lines of the log, a clock in a terminal, and Ctrl-C."""
 
 from __future__ import annotations
 
 import logging
+import operator
 import os
 import pty
 import re
+import signal
 import subprocess
 import sys
 import textwrap
@@ -16,10 +18,18 @@ import pytest
 import torch
 from torch.optim import Optimizer
 
-from collage_fx import CollageBackend, install
+from collage_fx import CollageBackend, error_terms, install
 from collage_fx.capture.progress import show_progress
 from collage_fx.clock import is_taken
-from tests.support.training import Descent, parameters, run_steps
+from collage_fx.torch_compat import PATCHES
+from tests.support.training import (
+    Descent,
+    differences,
+    everything,
+    parameters,
+    run_steps,
+    set_gradients,
+)
 
 
 def said(caplog: pytest.LogCaptureFixture) -> list[str]:
@@ -85,6 +95,78 @@ def test_a_terminal_shows_a_clock() -> None:
     assert written.endswith(" \r")
     assert "another" not in written
     assert "Quick" not in written
+    assert "about 10 s" not in written
+
+
+def test_a_log_file_has_the_estimate_once() -> None:
+    """By a program that has configured no logging, as a warning, and of its first step alone."""
+    program = """
+        import torch
+        import collage_fx
+        torch.set_num_threads(1)
+        for kind in (torch.optim.SGD, torch.optim.Adagrad):
+            p = torch.nn.Parameter(torch.ones(8, dtype=torch.bfloat16))
+            p.grad = torch.ones_like(p)
+            collage_fx.install(kind([p], lr=0.1)).step()
+        """
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(program)], capture_output=True, text=True, check=True
+    )
+    lines = [line for line in done.stderr.splitlines() if "compiling" in line]
+    assert lines == [COMPILING.replace("Descent", "SGD")]
+
+
+@pytest.mark.parametrize(
+    ("stop", "is_compiled", "options"),
+    [
+        (signal.SIGINT, False, {}),
+        (signal.SIGINT, True, {"bytes_per_parameter": 8}),
+        (signal.SIGTERM, True, {}),
+    ],
+    ids=["before", "after, 8 bytes", "SIGTERM"],
+)
+def test_a_compilation_that_is_interrupted_leaves_everything_as_before(
+    stop: signal.Signals, is_compiled: bool, options: Any
+) -> None:
+    """By Ctrl-C, or by a signal on which a program exits, before and after the backend has compiled."""
+
+    class Stopped(CollageBackend):
+        def __call__(self, *arguments: Any, **keywords: Any) -> Any:
+            if is_compiled:
+                super().__call__(*arguments, **keywords)
+            signal.raise_signal(stop)
+            raise AssertionError("the signal has not been seen")
+
+    def leave(*_: object) -> None:
+        sys.exit(1)
+
+    shapes = [(64, 64), (5,)]  # the first is packed
+    params, others = parameters(shapes=shapes), parameters(shapes=shapes)
+    undisturbed = install(torch.optim.AdamW(others), **options)
+    run_steps(undisturbed.step, others, range(3))
+    torch._dynamo.reset()
+
+    optimizer = install(torch.optim.AdamW(params), backend=Stopped(**options))
+    set_gradients(params)
+    before, replaced = [p.detach().clone() for p in params], [each.is_in_place for each in PATCHES]
+    gradients = [p.grad for p in params]
+    previous = signal.signal(signal.SIGTERM, leave)
+    try:
+        with pytest.raises((KeyboardInterrupt, SystemExit)):
+            optimizer.step()
+    finally:
+        signal.signal(signal.SIGTERM, previous)
+    assert all(map(torch.equal, params, before))
+    assert not any(term.any() for p in params for term in error_terms(p))
+    assert not optimizer.state
+    assert all(map(operator.is_, [p.grad for p in params], gradients))
+    assert [each.is_in_place for each in PATCHES] == replaced
+    assert not any(each.is_entered for each in PATCHES)
+    assert not is_taken.get()
+
+    install(optimizer, **options)
+    run_steps(optimizer.step, params, range(3))
+    assert not differences(everything(optimizer), everything(undisturbed))
 
 
 def around(optimizer: Optimizer) -> Callable[[], None]:
