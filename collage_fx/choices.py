@@ -92,11 +92,11 @@ class OptionFields:
         """measure the fate of each compensated tensor's updates, for :meth:`metrics`; with strategy
         ``"none"``, of every bfloat16 and float16 parameter and state. No bit of a tensor changes.""",
     )
-    metrics_every: int = _option(
-        1,
-        "measures each k-th step",
-        """measure every so many steps. A measured step takes several times as long on a CPU; more than 1
-        compiles each step twice, with the sums and without.""",
+    metrics_every: int | None = _option(
+        None,
+        "measures each k-th step; by default each, or those that a trainer logs",
+        """measure every so many steps. None is 1, or the interval at which a trainer logs whose callback
+        has ``metrics=True``. A measured step takes several times as long on a CPU.""",
     )
     strict: bool = _option(
         True,

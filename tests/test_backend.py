@@ -87,7 +87,7 @@ def test_unknown_option_is_refused_with_those_that_exist() -> None:
 def test_repr_says_the_options() -> None:
     assert repr(CollageBackend(strategy="light", error_format="fp32")) == (
         "CollageBackend(strategy='light', error_format='fp32', arithmetic='wide', metrics=False, "
-        "metrics_every=1, strict=True, mode=None, rounding='repay', state=None, "
+        "metrics_every=None, strict=True, mode=None, rounding='repay', state=None, "
         "bytes_per_parameter=None, changes='summed')"
     )
 

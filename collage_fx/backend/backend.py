@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -22,6 +23,9 @@ from collage_fx.pipeline import PIPELINE
 from collage_fx.report import CollageReport
 from collage_fx.torch_compat import mode_options
 
+#: Numbers of an :class:`UpdateQuality` that trainers log.
+LOGGED = "edq_ratio", "lost_share"
+
 
 @takes_options
 class CollageBackend(Backend):
@@ -38,6 +42,7 @@ class CollageBackend(Backend):
 
     def __init__(self, **options: Unpack[GivenOptions]) -> None:
         super().__init__(Options.of(**options))
+        self._scalars: tuple[tuple[int, int], dict[str, float]] = (0, 0), {}
 
     def __repr__(self) -> str:
         shown = {name: value for name, value in vars(self.options).items() if value != PIPELINE}
@@ -83,6 +88,27 @@ class CollageBackend(Backend):
             )
         return self.meter.metrics(model)
 
+    def scalars(self) -> dict[str, float]:
+        """Return a few numbers on the last measured step of all parameters, for the log of a trainer.
+
+        ``collage/edq_ratio`` and ``collage/lost_share`` (:class:`UpdateQuality`), and
+        ``collage/bytes_per_parameter``: parameters, state and error terms. A number that is not defined, such
+        as the ratio where no update is asked for, is left out. Empty without ``metrics=True``, and before a
+        measured step. Where tensors are sharded (DTensors), all processes must call it, and get those of
+        whole tensors.
+        """
+        if not self.options.metrics or not self.meter.taken:
+            return {}
+        if self._scalars[0] != (known := (self.meter.taken, len(self.reports))):
+            last = self.meter.metrics(only_last=True).by_kind()
+            quality = next((each["parameter"] for each in last.values() if "parameter" in each), None)
+            found = {} if quality is None else {name: getattr(quality, name) for name in LOGGED}
+            held = CollageReport(list(self.reports), other_state=self.other_state()).bytes_per_parameter()
+            found["bytes_per_parameter"] = held["total"] or math.nan  # of float32 parameters
+            shown = {f"collage/{name}": value for name, value in found.items() if not math.isnan(value)}
+            self._scalars = known, shown
+        return dict(self._scalars[1])
+
     def plot(
         self, path: str | Path, model: torch.nn.Module | None = None, *, depth: int | None = None
     ) -> Path:
@@ -94,6 +120,7 @@ class CollageBackend(Backend):
     def forget_metrics(self) -> None:
         """Drop all measurements. The count of steps goes on."""
         self.meter.forget()
+        self._scalars = (0, 0), {}
 
     def reset(self) -> None:
         """Forget compiled kernels, which all optimizers' steps share. ``torch.compiler.reset()`` does it."""

@@ -35,7 +35,7 @@ DEVICES: Mapping[str, Device] = {
     "cpu": Device(in_parts=True, compiles_cpp=True),
     "cuda": Device(in_parts=True, is_launched=True, settings=COMBINED_LAUNCHES),
     "mps": Device(
-        refused="MPS has no float64, which a step needs for learning rates, bias corrections and metrics"
+        refused="MPS has no float64, which a step needs for learning rates, bias corrections and sums"
     ),
     "xpu": Device(refused="nobody has tested the roundings of the kernels that Inductor writes for XPU"),
 }

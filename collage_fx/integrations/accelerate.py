@@ -31,7 +31,9 @@ def prepare(
         objects: models, optimizers, schedulers and loaders.
         in_backward: step in the backward pass, by :func:`collage_fx.step_in_backward`, which takes
             ``max_norm`` in place of ``accelerator.clip_grad_norm_``. It needs a single model.
-        options: options of :func:`collage_fx.install`.
+        options: options of :func:`collage_fx.install`. With ``metrics=True``,
+            ``accelerator.log(collage_fx.backend_of(optimizer).scalars(), step)`` gives its trackers the
+            measurements; call it on all processes.
 
     Returns:
         the result of ``accelerator.prepare``, in the same order.

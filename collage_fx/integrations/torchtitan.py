@@ -1,20 +1,21 @@
-"""Integration with torchtitan: an optimizer container, as part of a job's configuration."""
+"""Integration with torchtitan: an optimizer container and a metrics processor, for a job's configuration."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field, fields
 from typing import Any
 
+from torchtitan.components.metrics import MetricsProcessor
 from torchtitan.components.optimizer import OptimizersContainer
 from torchtitan.components.optimizer.utils import init_optim_state, load_flat_optim_state_dict
 from typing_extensions import Unpack
 
 from collage_fx.choices import takes_options
-from collage_fx.install import install
+from collage_fx.install import backend_of, install
 from collage_fx.options import GivenOptions
 from collage_fx.state import load_flat
 
-__all__ = ["CollageOptimizers", "collage"]
+__all__ = ["CollageMetrics", "CollageOptimizers", "collage"]
 
 
 class CollageOptimizers(OptimizersContainer):  # type: ignore[misc]  # torchtitan has no types here
@@ -42,6 +43,23 @@ class CollageOptimizers(OptimizersContainer):  # type: ignore[misc]  # torchtita
         for optimizer in self.optimizers:
             init_optim_state(optimizer)
             load_flat(optimizer, state_dict, load_flat_optim_state_dict)
+
+
+class CollageMetrics(MetricsProcessor):  # type: ignore[misc]  # likewise
+    """Variant of torchtitan's ``MetricsProcessor`` that also logs :meth:`collage_fx.CollageBackend.scalars`.
+
+    In the configuration of a job: ``metrics=CollageMetrics.Config(log_freq=10)``, with
+    ``optimizer=collage(default_adamw(lr=3e-4), metrics=True, metrics_every=10)``.
+    """
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(MetricsProcessor.Config):  # type: ignore[misc]  # likewise
+        """``MetricsProcessor.Config``."""
+
+    def log(self, *args: Any, extra_metrics: dict[str, Any] | None = None, **kwargs: Any) -> None:
+        """Log a step, on all processes."""
+        found = backend_of(self.optimizers).scalars()
+        super().log(*args, extra_metrics={**(extra_metrics or {}), **found}, **kwargs)
 
 
 @takes_options

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import inspect
 from pathlib import Path
 from typing import Any
 
 from accelerate.state import GradientState
 from torch.distributed.checkpoint import FileSystemReader
 from transformers import TrainerCallback
+from transformers.trainer_callback import CallbackHandler
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from typing_extensions import Unpack
 
@@ -34,7 +36,10 @@ class CollageCallback(TrainerCallback):  # type: ignore[misc]  # its types are n
             clipped to the trainer's ``max_grad_norm`` by the norm of the step before. The norm that the
             trainer logs is of gradients that are gone, so 0.
         options: options of :class:`collage_fx.CollageBackend`, such as ``strategy="light"``. An optimizer
-            that is installed keeps its own, and is not to be asked for others here.
+            that is installed keeps its own, and is not to be asked for others here. With ``metrics=True``
+            the log of the trainer has :meth:`collage_fx.CollageBackend.scalars`, in ``log_history`` and in
+            each tracker of ``report_to``; unless ``metrics_every`` is given, the steps that are logged are
+            measured.
 
     Attributes:
         backend: the backend, for ``backend.report()``.
@@ -58,6 +63,7 @@ class CollageCallback(TrainerCallback):  # type: ignore[misc]  # its types are n
                 optimizer, Path(args.output_dir) / f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}"
             )
         self.backend = join(optimizer, self._given, self.backend)
+        _put_first(self)
         if self.in_backward:
             step_in_backward(
                 model,
@@ -65,6 +71,38 @@ class CollageCallback(TrainerCallback):  # type: ignore[misc]  # its types are n
                 accumulate=lambda: GradientState().sync_gradients,
                 max_norm=args.max_grad_norm or None,
             )
+
+    def on_epoch_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Measure the steps that the trainer logs."""
+        of_epoch = state.max_steps / max(1, state.num_train_epochs)
+        every = state.logging_steps if args.logging_strategy == "steps" else of_epoch
+        self.backend.meter.follow(max(1, int(every)), state.global_step)
+
+    def on_log(
+        self, args: Any, state: Any, control: Any, logs: dict[str, float] | None = None, **kwargs: Any
+    ) -> None:
+        """Add the backend's scalars to the log of a training step, before trackers are given it."""
+        if logs and "loss" in logs:
+            found = self.backend.scalars()
+            logs.update(found)
+            if state.log_history and state.log_history[-1].get("step") == state.global_step:
+                state.log_history[-1].update(found)
+
+
+def _put_first(callback: TrainerCallback) -> None:
+    """Move a callback to the front of the trainer's callbacks, which call it now.
+
+    The trainer has trackers such as TensorBoard before all callbacks of the program, and gives no callback a
+    reference to the others.
+    """
+    frame = inspect.currentframe()
+    while frame is not None:
+        handler = frame.f_locals.get("self")
+        if isinstance(handler, CallbackHandler) and callback in handler.callbacks:
+            handler.callbacks.remove(callback)
+            handler.callbacks.insert(0, callback)
+            return
+        frame = frame.f_back
 
 
 def _refuse_left_out(optimizer: Any, checkpoint: Path) -> None:

@@ -94,10 +94,13 @@ class _Snapshot:
 
 
 class Meter:
-    """Measurements of a backend: of each step whose number is a multiple of ``every``."""
+    """Measurements of a backend: of each step whose number is a multiple of ``every``; None = every step."""
 
-    def __init__(self, every: int) -> None:
-        self.every = every
+    def __init__(self, every: int | None) -> None:
+        self.every = every or 1
+        self._is_given = every is not None
+        #: Number of steps before the first that is counted.
+        self._before = 0
         #: Number of the current step, and ids of the tensors that it has updated, by subject.
         self._steps = Counter[str]()
         self._updated = defaultdict[str, set[int]](set)
@@ -105,6 +108,18 @@ class Meter:
         self._unsettled: deque[_Snapshot] = deque()
         self.identities = WeakTensorKeyDictionary()
         self._ranks: dict[str, int] = {}
+
+    def follow(self, every: int, done: int) -> None:
+        """Measure the steps that a trainer logs, unless ``every`` was given; count from its steps on.
+
+        Args:
+            every: interval at which the trainer logs.
+            done: number of steps that it has taken, for a meter that has measured none.
+        """
+        if not self._is_given:
+            self.every = every
+        if not self._steps:
+            self._before = done
 
     def learn(self, optimizers: Mapping[str, Optimizer], *, without: type[Tensor]) -> None:
         """Note the names and groups of the tensors that the optimizers, by variable, hold.
@@ -131,7 +146,7 @@ class Meter:
             self._steps[subject] += 1
             updated.clear()
         updated.update(tensors)
-        return self._steps[subject]
+        return self._before + self._steps[subject]
 
     def keep(self, snapshot: _Snapshot) -> None:
         """Keep a snapshot; release the pinned memory of earlier snapshots that devices have written."""
@@ -145,19 +160,27 @@ class Meter:
         self._snapshots.clear()
         self._unsettled.clear()
 
-    def metrics(self, model: torch.nn.Module | None = None) -> Metrics:
+    @property
+    def taken(self) -> int:
+        """Number of graphs that have been measured."""
+        return len(self._snapshots)
+
+    def metrics(self, model: torch.nn.Module | None = None, *, only_last: bool = False) -> Metrics:
         """Return all measurements; waits for the devices. With DTensors, all processes must call it.
 
         Args:
             model: module whose names for parameters replace the optimizer's names.
+            only_last: whether to return those of the last step alone.
         """
+        last = max((each.step for each in self._snapshots), default=0) if only_last else 0
+        snapshots = [each for each in self._snapshots if each.step >= last]
         own = {} if model is None else {id(p): name for name, p in model.named_parameters()}
-        several = len({snapshot.subject for snapshot in self._snapshots}) > 1
+        several = len({snapshot.subject for snapshot in snapshots}) > 1
         steps: dict[int, dict[str, UpdateQuality]] = {}
         tensors: dict[str, MeasuredTensor] = {}
         while self._unsettled:
             self._unsettled.popleft().settle()
-        for snapshot in self._snapshots:
+        for snapshot in snapshots:
             snapshot.sum_shards()
             measured = steps.setdefault(snapshot.step, {})
             rows = zip(snapshot.tensors, snapshot.rows.tolist(), strict=True)

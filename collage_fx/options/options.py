@@ -48,7 +48,7 @@ class GivenOptions(TypedDict, total=False):
     error_format: ErrorFormatName | None
     arithmetic: Arithmetic
     metrics: bool
-    metrics_every: int
+    metrics_every: int | None
     strict: bool
     mode: Mode | None
     rounding: Rounding | None
@@ -144,7 +144,7 @@ class Options(OptionFields):
         if allowed:
             optional = (None,) if getattr(Options, name) is None else ()
             refuse_unless(name, value, (*optional, *allowed), otherwise)
-        elif TYPES[name] is int and (type(value) is not int or value < 1):
+        elif TYPES[name] == int | None and value is not None and (type(value) is not int or value < 1):
             raise InvalidOptionError(
                 f"{name}={value!r} is not allowed",
                 where=name,
