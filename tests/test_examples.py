@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import math
 import re
 import signal
 import socket
@@ -203,18 +202,6 @@ def test_products_in_float32_are_rounded_once() -> None:
     assert torch.equal(linear, (left.float() @ right.float().T).bfloat16())
     assert left.grad is not None
     assert torch.equal(left.grad, (torch.ones(8, 8) @ right.float().T).bfloat16())
-
-
-@pytest.mark.parametrize(
-    "name", ["transformers_trainer", "lightning_trainer", "accelerate_loop", "torchtitan_containers"]
-)
-def test_trainers_go_on_to_the_bit(name: str, tmp_path: Path) -> None:
-    pytest.importorskip(name.partition("_")[0], reason="pip install 'collage-fx[trainers]'")
-    printed = run_example(f"trainers/{name}.py", "--quick", "--strategies", "plus", "--out", str(tmp_path))
-    row = re.search(r"^plus +([\d.]+) +([\d.]+) +0 of \d+$", printed, re.MULTILINE)
-    assert row, printed
-    assert row[1] == row[2]
-    assert float(row[1]) < math.log(train_gpt.VOCABULARY)  # that of guessing
 
 
 FSDP_STEPS, FSDP_SAVE_EVERY = 24, 3

@@ -1,58 +1,58 @@
-"""Train a small GPT in pure bfloat16 by a loop of one's own under accelerate: ``prepare(accelerator, ...)``.
+"""Train a small Llama in pure bfloat16 by a loop under accelerate: ``prepare(accelerator, ...)``.
 
-python -m examples.trainers.accelerate_loop [--steps 300] [--quick]
+    python -m examples.trainers.accelerate_loop [--resume]     # or: accelerate launch -m ...
+    tensorboard --logdir trained
+
+The text is the source code of Python's standard library, byte by byte.
 """
 
 from __future__ import annotations
 
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
 from accelerate import Accelerator
-from torch.optim import AdamW
-from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import DataLoader
+from transformers import LlamaConfig, LlamaForCausalLM
 
+from collage_fx import backend_of
 from collage_fx.integrations.accelerate import prepare
-from examples.train_gpt import GPT
-from examples.trainers.setting import ACCUMULATED, Setting, compare, loss_of
 
 
-def train(setting: Setting) -> GPT:
-    recipe = setting.recipe
-    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=ACCUMULATED)
-    model = setting.model()
-    optimizer = AdamW(
-        model.parameters(),
-        lr=recipe.peak_lr,
-        betas=recipe.betas,
-        weight_decay=recipe.weight_decay,
-        fused=True,
-    )
-    prepared, optimizer, loader, schedule = prepare(
-        accelerator,
-        model,
-        optimizer,
-        DataLoader(setting.windows(), setting.part),
-        LambdaLR(optimizer, setting.lr_factor),
-        **setting.options,
-    )
+def train(out: Path, steps: int = 200, *, resume: bool = False) -> Any:
+    torch.manual_seed(0)
+    text = b"".join(path.read_bytes() for path in sorted(Path(os.__file__).parent.glob("*.py")))
+    rows: Any = torch.frombuffer(bytearray(text), dtype=torch.uint8).long().split(64)[:-1]
+    config = LlamaConfig(vocab_size=256, hidden_size=64, intermediate_size=128, num_hidden_layers=2)
+    model = LlamaForCausalLM(config).to(torch.bfloat16)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)
+    accelerator = Accelerator(log_with="tensorboard", project_dir=out, step_scheduler_with_optimizer=False)
+    accelerator.init_trackers("log")
+    objects = model, optimizer, DataLoader(rows[: steps * 8], batch_size=8), schedule
+    options: Any = {"bytes_per_parameter": 8, "metrics": True, "metrics_every": max(1, steps // 10)}
+    model, optimizer, batches, schedule = prepare(accelerator, *objects, **options)
     done = 0
-    if setting.resume:
-        done = setting.half
-        accelerator.load_state(str(setting.folder))
-        loader = accelerator.skip_first_batches(loader, done * ACCUMULATED)
-    for batch in loader:
-        with accelerator.accumulate(prepared):
-            accelerator.backward(loss_of(prepared, batch))
-            if accelerator.sync_gradients:
-                accelerator.clip_grad_norm_(prepared.parameters(), recipe.clip)
-            optimizer.step()
-            schedule.step()
-            optimizer.zero_grad()
-        if accelerator.sync_gradients:
-            done += 1
-            if done == setting.half:
-                accelerator.save_state(str(setting.folder))
-    return model
+    if resume:
+        accelerator.load_state(str(out / "half"))
+        done, batches = steps // 2, accelerator.skip_first_batches(batches, steps // 2)
+    for step, batch in enumerate(batches, done + 1):
+        loss = model(input_ids=batch, labels=batch).loss
+        accelerator.backward(loss)
+        accelerator.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        schedule.step()
+        optimizer.zero_grad()
+        if step % options["metrics_every"] == 0:  # on all processes: shards are summed
+            accelerator.log({"loss": loss.item(), **backend_of(optimizer).scalars()}, step=step)
+        if step == steps // 2:
+            accelerator.save_state(str(out / "half"))
+    accelerator.end_training()
+    return optimizer
 
 
 if __name__ == "__main__":
-    compare(train, "accelerate")
+    train(Path("trained/accelerate"), resume="--resume" in sys.argv)

@@ -1,69 +1,60 @@
-"""Train a small GPT in pure bfloat16 by Lightning's ``Trainer``: ``callbacks=[CollageCallback()]``.
+"""Train a small Llama in pure bfloat16 by Lightning's ``Trainer``: ``callbacks=[CollageCallback()]``.
 
-    python -m examples.trainers.lightning_trainer [--steps 300] [--quick]
+    python -m examples.trainers.lightning_trainer [--resume]
 
-Lightning itself goes on to the bit where an epoch ends: this one has two, of half of the steps each.
+Lightning goes on to the bit where an epoch ends: here are two, with a checkpoint after each.
 """
 
 from __future__ import annotations
 
+import os
+import sys
+from pathlib import Path
 from typing import Any
 
 import lightning
-from lightning.pytorch.callbacks import ModelCheckpoint
-from torch import Tensor
-from torch.optim import AdamW
-from torch.optim.lr_scheduler import LambdaLR
-from torch.utils.data import DataLoader, Subset
+import torch
+from torch.utils.data import DataLoader
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from collage_fx.integrations.lightning import CollageCallback
-from examples.train_gpt import GPT
-from examples.trainers.setting import ACCUMULATED, Setting, compare, loss_of
 
 
 class Module(lightning.LightningModule):  # type: ignore[misc]  # Lightning has no types here
-    def __init__(self, setting: Setting) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.setting = setting
-        self.model = setting.model()
+        config = LlamaConfig(vocab_size=256, hidden_size=64, intermediate_size=128, num_hidden_layers=2)
+        self.model = LlamaForCausalLM(config)
 
-    def training_step(self, batch: dict[str, Tensor], index: int) -> Tensor:
-        return loss_of(self.model, batch)
+    def training_step(self, batch: torch.Tensor, index: int) -> Any:
+        return self.model(input_ids=batch, labels=batch).loss
 
     def configure_optimizers(self) -> Any:
-        recipe = self.setting.recipe
-        optimizer = AdamW(
-            self.parameters(),
-            lr=recipe.peak_lr,
-            betas=recipe.betas,
-            weight_decay=recipe.weight_decay,
-            fused=True,
-        )
-        schedule = LambdaLR(optimizer, self.setting.lr_factor)
-        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+        return torch.optim.AdamW(self.parameters(), lr=1e-3)
 
 
-def train(setting: Setting) -> GPT:
-    module = Module(setting)
+def train(out: Path, steps: int = 200, *, resume: bool = False) -> Any:
+    lightning.seed_everything(0)
+    text = b"".join(path.read_bytes() for path in sorted(Path(os.__file__).parent.glob("*.py")))
+    rows: Any = torch.frombuffer(bytearray(text), dtype=torch.uint8).long().split(64)[:-1]
     trainer = lightning.Trainer(
         max_epochs=2,
         precision="bf16-true",
-        accelerator="cpu",
-        gradient_clip_val=setting.recipe.clip,
-        accumulate_grad_batches=ACCUMULATED,
+        gradient_clip_val=1.0,
+        log_every_n_steps=max(1, steps // 10),
+        default_root_dir=out,
         callbacks=[
-            CollageCallback(**setting.options),
-            ModelCheckpoint(setting.folder, filename="{epoch}", every_n_epochs=1, save_top_k=-1),
+            CollageCallback(bytes_per_parameter=8, metrics=True),
+            lightning.pytorch.callbacks.ModelCheckpoint(out, filename="{epoch}", save_top_k=-1),
         ],
-        logger=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
     )
-    windows = Subset(setting.windows(), range(setting.half * setting.recipe.batch))
-    checkpoint = str(setting.folder / "epoch=0.ckpt") if setting.resume else None
-    trainer.fit(module, DataLoader(windows, setting.part), ckpt_path=checkpoint)
-    return module.model
+    trainer.fit(
+        Module(),
+        DataLoader(rows[: steps // 2 * 8], 8),
+        ckpt_path=str(out / "epoch=0.ckpt") if resume else None,
+    )
+    return trainer
 
 
 if __name__ == "__main__":
-    compare(train, "Lightning's Trainer")
+    train(Path("trained/lightning"), resume="--resume" in sys.argv)

@@ -1,63 +1,60 @@
-"""Train a small GPT in pure bfloat16 by Hugging Face's ``Trainer``: ``callbacks=[CollageCallback()]``.
+"""Train a small Llama in pure bfloat16 by Hugging Face's ``Trainer``: ``callbacks=[CollageCallback()]``.
 
-    python -m examples.trainers.transformers_trainer [--steps 300] [--quick]
+    python -m examples.trainers.transformers_trainer [--resume]
+    tensorboard --logdir trained
 
-The optimizer is the trainer's own default, fused AdamW.
+The text is the source code of Python's standard library, byte by byte.
 """
 
 from __future__ import annotations
 
+import os
+import sys
+from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
-import torch.nn.functional as F
-from torch import Tensor
-from transformers import Trainer, TrainingArguments
+import torch
+import transformers
 
 from collage_fx.integrations.transformers import CollageCallback
-from examples.train_gpt import GPT
-from examples.trainers.setting import ACCUMULATED, Setting, compare
+
+OPTIONS = {"bytes_per_parameter": 8, "metrics": True}
 
 
-def loss_of_part(logits: Tensor, labels: Tensor, num_items_in_batch: Any = None) -> Tensor:
-    """A part's share in the mean over a batch, as the trainer asks for it."""
-    total = F.cross_entropy(logits.float().flatten(0, 1), labels.flatten(), reduction="sum")
-    return total / (num_items_in_batch or labels.numel())
+def rows_of_text(length: int = 64) -> list[dict[str, torch.Tensor]]:
+    text = b"".join(path.read_bytes() for path in sorted(Path(os.__file__).parent.glob("*.py")))
+    rows = torch.frombuffer(bytearray(text), dtype=torch.uint8).long().split(length)[:-1]
+    return [{"input_ids": row, "labels": row} for row in rows]
 
 
-def train(setting: Setting) -> GPT:
-    recipe = setting.recipe
-    arguments = TrainingArguments(
-        output_dir=str(setting.folder),
-        max_steps=recipe.steps,
-        save_steps=setting.half,
-        learning_rate=recipe.peak_lr,
-        warmup_steps=setting.warmup,
-        lr_scheduler_type="cosine_with_min_lr",
-        lr_scheduler_kwargs={"min_lr": recipe.final_lr},
-        weight_decay=recipe.weight_decay,
-        max_grad_norm=recipe.clip,
-        gradient_accumulation_steps=ACCUMULATED,
-        per_device_train_batch_size=setting.part,
-        train_sampling_strategy="sequential",
-        label_names=["labels"],
-        use_cpu=True,
-        report_to=[],
-        disable_tqdm=True,
-        logging_strategy="no",
-        dataloader_pin_memory=False,
+def train(out: Path, steps: int = 200, *, resume: bool = False, collage: Mapping[str, Any] = OPTIONS) -> Any:
+    transformers.set_seed(0)
+    shape = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2}
+    config = transformers.LlamaConfig(vocab_size=256, num_attention_heads=4, **shape)
+    model = transformers.LlamaForCausalLM(config).to(torch.bfloat16)  # or from_pretrained(..., dtype=...)
+    arguments = transformers.TrainingArguments(
+        output_dir=str(out),
+        max_steps=steps,
+        save_steps=steps // 2,
+        logging_steps=max(1, steps // 10),
+        learning_rate=1e-3,
+        warmup_steps=steps // 10,
+        lr_scheduler_type="cosine",
+        per_device_train_batch_size=8,
+        gradient_accumulation_steps=2,
+        use_cpu=not torch.cuda.is_available(),
+        report_to=["tensorboard"],
     )
-    model = setting.model()
-    trainer = Trainer(
+    trainer = transformers.Trainer(
         model=model,
         args=arguments,
-        train_dataset=setting.windows(),
-        compute_loss_func=loss_of_part,
-        callbacks=[CollageCallback(**setting.options)],
+        train_dataset=rows_of_text(),
+        callbacks=[CollageCallback(**collage)],
     )
-    checkpoint = str(setting.folder / f"checkpoint-{setting.half}") if setting.resume else None
-    trainer.train(resume_from_checkpoint=checkpoint)
-    return model
+    trainer.train(resume_from_checkpoint=resume)  # True: from the last checkpoint
+    return trainer
 
 
 if __name__ == "__main__":
-    compare(train, "Hugging Face's Trainer")
+    train(Path("trained/transformers"), resume="--resume" in sys.argv)
