@@ -660,7 +660,7 @@ class Compilation:
         for state in program.states:
             for index in repetition.copies[state.position] if state.info.role is not Role.NEW else ():
                 if (tensor := program.infos[index].tensor) is not None:
-                    choose_new(tensor, keep=state.compensated)
+                    choose_new(tensor, keep=state.compensated or state.packed)
                     note_write(tensor, compensated=state.compensated)
                     if not self.recorded and isinstance(owner := self._owner(tensor), torch.nn.Parameter):
                         self.updated.append(owner)

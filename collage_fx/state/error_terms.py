@@ -545,6 +545,8 @@ def _convert(tensor: Tensor, error_format: ErrorFormat) -> None:
         terms = found.format.error_terms(hi, *found.auxiliaries) if found.is_current else ()
         term = sum(each.float() for each in terms)
         auxiliaries = error_format.beside(hi, torch.as_tensor(term))
+        if not error_format.keeps_hi and not error_format.why_not_values(hi):
+            hi.copy_(error_format.join(hi, *auxiliaries))  # or codes of the whole value seem out of date
     reset_error_terms(tensor)
     ensure_record(tensor, error_format, name="").replace_contents(auxiliaries)
 
