@@ -16,6 +16,7 @@ __all__ = [
     "CollageBackend",
     "CollageError",
     "CollageReport",
+    "Conversion",
     "FullPrecisionForward",
     "GradientRelease",
     "Offload",
@@ -29,6 +30,7 @@ __all__ = [
     "changes",
     "checkup",
     "collage_backend",
+    "convert",
     "error_terms",
     "explain",
     "forget_changes",
@@ -95,6 +97,7 @@ if _is_reloaded or not _starts_command_line():
     from collage_fx.tools.audit import audit
     from collage_fx.tools.explain import explain
     from collage_fx.torch_compat.patch_averages import install as _install_averaging_support
+    from collage_fx.wings.conversion import Conversion, convert
     from collage_fx.wings.full_precision import FullPrecisionForward, full_precision_forward
     from collage_fx.wings.gradient_release import GradientRelease, step_in_backward
     from collage_fx.wings.offload import Offload, offload

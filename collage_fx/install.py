@@ -131,24 +131,11 @@ def install(
             ``Optimizer.__init__``; or both a backend and options are given, or an option that does not exist;
             or a bfloat16 or float16 parameter is on MPS or XPU. Nothing has changed.
     """
-    if backend is not None and options:
-        raise InvalidOptionError(
-            "install() was given a backend, and options of a backend",
-            where=next(iter(options)),
-            remedy="give the options to the backend: install(optimizer, backend=CollageBackend(...))",
-        )
-    refuse_unknown(options)
     if isinstance(optimizer, type):
+        _refuse_options(backend, options)
         return cast(Installed, _install_class(optimizer, backend, options))
-    chosen = backend or CollageBackend(**options)
+    stepped, chosen = accepted(optimizer, backend, options)
     is_asked = backend is not None or bool(options)
-    refuse_unknown_torch()
-    stepped = list(inner_optimizers(optimizer))
-    for each in stepped:
-        refuse_uninitialized(each)
-        note_true_step(each)
-        _refuse_without_step(each)
-        refuse_devices(each)
     for each in stepped:
         before = each.step
         kept = None if is_asked else kept_backend(each)
@@ -156,6 +143,33 @@ def install(
         if each is not optimizer:
             _rebind(vars(optimizer), before, each.step)
     return optimizer
+
+
+def _refuse_options(backend: CollageBackend | None, options: Mapping[str, Any]) -> None:
+    """Raise for options that do not exist, or that are given beside a backend."""
+    if backend is not None and options:
+        raise InvalidOptionError(
+            "install() was given a backend, and options of a backend",
+            where=next(iter(options)),
+            remedy="give the options to the backend: install(optimizer, backend=CollageBackend(...))",
+        )
+    refuse_unknown(options)
+
+
+def accepted(
+    optimizer: Any, backend: CollageBackend | None, options: GivenOptions
+) -> tuple[list[Optimizer], CollageBackend]:
+    """Return the optimizers that :func:`install` would compile, and their backend; raise as it does."""
+    _refuse_options(backend, options)
+    chosen = backend or CollageBackend(**options)
+    refuse_unknown_torch()
+    stepped = list(inner_optimizers(optimizer))
+    for each in stepped:
+        refuse_uninitialized(each)
+        note_true_step(each)
+        _refuse_without_step(each)
+        refuse_devices(each)
+    return stepped, chosen
 
 
 def _rebind(attributes: dict[str, Any], before: Any, now: Any) -> None:

@@ -66,6 +66,16 @@ LAW["backend"] = {*LAW} - {"passes"}
 LAW["install"] = {*LAW} - {"passes"}
 LAW["wings.gradient_release"] = {*LAW} - {"passes"}
 LAW["wings.offload"] = {*LAW} - {"passes"}
+LAW["wings.conversion"] = {
+    "choices",
+    "torch_compat",
+    "numerics",
+    "errors",
+    "state",
+    "options",
+    "backend",
+    "install",
+}
 LAW["wings.weight_changes"] = {"choices", "torch_compat", "errors", "codegen", "state"}
 LAW["wings.full_precision"] = {"torch_compat", "numerics", "errors", "graph", "state"}
 LAW["optim"] = {room for room in LAW if not room.startswith(("passes", "wings."))}
@@ -503,6 +513,7 @@ ASSIGNED = {
     ("torch_compat/own_steps.py", "setattr"): "a mark on a function of ours",
     ("install.py", "cls.__init__"): "of a class that the user has asked to change",
     ("install.py", "cell.cell_contents"): "of a wrapper's function that holds the step of before",
+    ("wings/conversion.py", "tensor.data"): "of a tensor that is converted, as is asked for",
     ("wings/gradient_release.py", "p.grad"): "of small parameters of its own",
     ("wings/gradient_release.py", "parameter.grad"): "a gradient that has been used, as zero_grad() does",
     ("wings/offload.py", "parameter.grad"): "a gradient that has been copied, as zero_grad() does",
@@ -640,6 +651,7 @@ TABLES = {
 FEATURES = {
     r"offload": (4,),
     r"in_backward|gradient_release|GradientRelease": (9,),
+    r"wings.conversion|\bConversion\b": (2,),
     r"full_precision": (2,),
     r"track_changes|changed_weights|[Cc]hanges\b|bitmap": (31, 16, 14),
     r"[Mm]etric|measured": (22, 20, 14),

@@ -27,6 +27,7 @@ from collage_fx.state.error_terms import (
     records_version,
     require_format,
     reset_error_terms,
+    write,
 )
 from collage_fx.state.host_twins import host_twin, set_host_twin, uploading
 from collage_fx.state.optimizers import (
@@ -54,3 +55,4 @@ from collage_fx.state.replaced_state import (
     stepped_optimizers,
 )
 from collage_fx.state.safetensors_file import SafetensorsFile, write_safetensors
+from collage_fx.state.wide_state import is_spared

@@ -1,0 +1,38 @@
+"""FSDP2: modules whose parameters change their dtype. Rests on attributes of its groups of parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, cast
+
+import torch
+
+
+def sharded_groups(model: torch.nn.Module) -> Iterator[Any]:
+    """Yield the groups of parameters that FSDP2 gathers together, after ``reshard()`` of their modules."""
+    if not torch.distributed.is_available():
+        return
+    from torch.distributed.fsdp import FSDPModule, fully_shard
+
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+            # Groups are found by what they hold: the attribute has another name in torch 2.11 than in 2.13.
+            for value in vars(cast(Any, fully_shard).state(module)).values():
+                found = value if isinstance(value, (list, tuple)) else [value]
+                yield from (each for each in found if hasattr(each, "fsdp_params"))
+
+
+def gathers_other_dtype(group: Any, dtype: torch.dtype) -> bool:
+    """Return whether a group has buffers, from a forward pass, that parameters of ``dtype`` do not fit."""
+    wanted = group.mp_policy.param_dtype or dtype
+    return any(each.dtype is not wanted for p in group.fsdp_params for each in p.all_gather_outputs)
+
+
+def note_new_dtypes(group: Any) -> None:
+    """Make a group gather and reduce its parameters in the dtypes that they have now."""
+    with torch.no_grad():
+        for parameter in group.fsdp_params:
+            parameter.reset_sharded_param()
+        if hasattr(group.comm_ctx, "device_handle"):  # after the first forward pass, which does this itself
+            group.lazy_init()

@@ -1,0 +1,270 @@
+"""Conversion of a running float32 job to bfloat16 with error terms, in place, and back.
+
+Note [Nothing is lost]
+----------------------
+Parameters, gradients and state stay the same objects, with other memory: schedulers, groups, hooks, tied
+weights and a trainer's references keep working. A float32 value becomes hi and an error term in the format
+``"exact"``, which hold it bit for bit. The first step converts error terms to the format that it uses. It
+also decides which state is packed, from the whole value, and which state has no error terms.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from typing_extensions import Unpack
+
+from collage_fx.backend import CollageBackend
+from collage_fx.choices import did_you_mean, takes_options
+from collage_fx.errors import InvalidOptionError, UnsupportedTensorError
+from collage_fx.install import CompiledStep, accepted, install, uninstall
+from collage_fx.numerics import ERROR_FORMATS, is_low_precision
+from collage_fx.options import GivenOptions
+from collage_fx.state import (
+    bytes_held,
+    ensure_record,
+    float32_value,
+    held_optimizers,
+    is_spared,
+    note_new,
+    parameter_names,
+    reset_error_terms,
+    state_tensors,
+    write,
+)
+from collage_fx.torch_compat import (
+    gathers_other_dtype,
+    is_flattened,
+    is_wrapper,
+    local_tensor,
+    note_new_dtypes,
+    own_step,
+    sharded_groups,
+    sharding_of,
+    storage_of,
+)
+
+log = logging.getLogger("collage_fx")
+
+#: ``"weights"`` that an optimizer steps, ``"others"``, ``"gradients"``, ``"state"`` -> name -> tensor.
+Tensors = dict[str, dict[str, Tensor]]
+
+
+@dataclass(frozen=True)
+class Conversion:
+    """Summary of a conversion, which ``print`` shows as a table: the result of :func:`convert`.
+
+    Attributes:
+        dtype: dtype of the converted tensors afterwards.
+        rounded: names of the parameters and buffers that lose bits, as no optimizer steps them.
+        kept: names of the floating-point parameters and buffers that are not converted.
+        bytes_before: bytes of ``"weights"``, ``"others"`` (which no optimizer steps), ``"gradients"`` and
+            ``"state"``, in this process: of the tensors to convert, with their error terms.
+        bytes_after: the same afterwards, at most: the first step drops or packs what it does not need.
+    """
+
+    dtype: torch.dtype
+    rounded: tuple[str, ...]
+    kept: tuple[str, ...]
+    bytes_before: Mapping[str, int]
+    bytes_after: Mapping[str, int]
+
+    def __str__(self) -> str:
+        lines = [f"{'to ' + str(self.dtype):17} {'bytes now':>16} {'then, at most':>16}"]
+        for kind, before in self.bytes_before.items():
+            lines.append(f"{kind:17} {before:16,} {self.bytes_after[kind]:16,}")
+        for told, names in (("rounded", self.rounded), ("not converted", self.kept)):
+            lines += [f"{told}: {', '.join(names[:5])}{', …' if len(names) > 5 else ''}"] if names else []
+        return "\n".join(lines)
+
+
+@takes_options
+def convert(
+    model: nn.Module,
+    optimizer: Any,
+    dtype: torch.dtype = torch.bfloat16,
+    *,
+    keep: Sequence[str] = (),
+    buffers: bool = False,
+    dry_run: bool = False,
+    backend: CollageBackend | None = None,
+    **options: Unpack[GivenOptions],
+) -> Conversion:
+    """Make a running float32 job a compensated bfloat16 job in place, between two steps, or take it back.
+
+    ``print(convert(model, opt, dry_run=True))`` says what it would do. Then ``convert(model, opt)`` splits
+    each float32 weight that ``opt`` steps, and its float32 state, into bfloat16 and an error term without the
+    loss of a bit, and installs the optimizer. ``convert(model, opt, torch.float32)`` adds the error terms,
+    and uninstalls it. All tensors stay the same objects, so that schedulers, hooks and tied weights go on.
+    Step counts, numbers (0-d) and groups stay unchanged; gradients, which the next backward pass replaces,
+    are rounded.
+
+    Args:
+        model: module that computes with the parameters. FSDP2 is supported before its first forward pass,
+            and at any time with ``MixedPrecisionPolicy(param_dtype=torch.bfloat16)``.
+        optimizer: its optimizer, or one of a trainer, as for :func:`install`; or a list of all of them.
+        dtype: ``torch.bfloat16``, or ``torch.float32`` for the way back.
+        keep: names of parameters, buffers or modules that stay as they are; ``*`` matches any characters.
+        buffers: whether buffers are converted, too: they have no error terms, so that they are rounded.
+        dry_run: whether to return the summary alone.
+        backend: a backend for all of them, for bfloat16.
+        options: options of a backend for each, for bfloat16.
+
+    Returns:
+        the summary, which is logged (INFO) before a tensor changes.
+
+    Raises:
+        CollageError: a trainable parameter has no optimizer here, or the optimizer steps another model's; it
+            is installed already, or steps in the backward pass; no tensor is to be converted; weights are of
+            another dtype, device or class, or share memory; DistributedDataParallel, FSDP1, or FSDP2 with
+            gathered float32 has buffers of the old dtype; a gradient scaler is used; batch norm would compute
+            with two dtypes; an option is not valid. Nothing has changed.
+    """
+    given = list(optimizer) if isinstance(optimizer, (list, tuple)) else [optimizer]
+    inner = [each for one in given for each in accepted(one, backend, options)[0]]
+    inner += [each for one in inner for each in held_optimizers(one)]
+    found, kept = _tensors(model, inner, dtype, keep, buffers=buffers)
+    chosen = (backend or CollageBackend(**options)).options
+    late = "" if dtype is torch.bfloat16 else next(iter(options), "backend" if backend else "")
+    for is_met, met, remedy in (
+        (
+            dtype not in (torch.bfloat16, torch.float32),
+            f"dtype={dtype}",
+            "give torch.bfloat16 or torch.float32",
+        ),
+        (bool(late), f"{late}= beside torch.float32", "leave it out: it is for bfloat16"),
+        (chosen.strategy == "none", "strategy='none', which drops bits", "give another strategy"),
+        (not found["weights"], f"no weight to convert to {dtype}", "give weights of the other dtype"),
+    ):
+        if is_met:
+            raise InvalidOptionError(f"convert() was given {met}", where="convert", remedy=remedy)
+    for where, met, remedy in (*_jobs(model, [*given, *inner], dtype), *_misfits(model, found, dtype)):
+        raise UnsupportedTensorError(met, where=where, remedy=remedy)
+    plan = _summary(found, kept, dtype, chosen.bytes_per_parameter)
+    if dry_run:
+        return plan
+    log.info("%s", plan)
+    with torch.no_grad():
+        for kind, name, tensor in ((n, *each) for n in found for each in found[n].items()):
+            value = float32_value(tensor) if dtype is torch.float32 else tensor.data
+            reset_error_terms(tensor)
+            tensor.data = value.to(dtype)
+            if dtype is torch.bfloat16 and kind in ("weights", "state"):
+                write(tensor, value, ensure_record(tensor, ERROR_FORMATS["exact"], name=name))
+                if kind == "state":
+                    note_new(tensor)
+    for each in given:
+        if dtype is torch.float32:
+            uninstall(each)
+        else:
+            install(each, backend=backend, **options)
+    for group in sharded_groups(model):
+        note_new_dtypes(group)
+    torch.clear_autocast_cache()
+    return plan
+
+
+def _tensors(
+    model: nn.Module, inner: Sequence[Optimizer], dtype: torch.dtype, keep: Sequence[str], *, buffers: bool
+) -> tuple[Tensors, list[str]]:
+    """Return the tensors to convert, and the names of others of floating point."""
+    of_buffers = list(model.named_buffers(remove_duplicate=False))
+    named = [*model.named_parameters(remove_duplicate=False), *of_buffers]
+    first = {id(tensor): name for name, tensor in reversed(named)}
+    staying = {id(tensor) for _, tensor in of_buffers if not buffers}
+    for pattern in keep:
+        met = {id(t) for name, t in named if fnmatchcase(name, pattern) or name.startswith(f"{pattern}.")}
+        if not met:
+            near = did_you_mean(pattern, [name for name, _ in named])
+            raise InvalidOptionError(
+                f"keep={pattern!r} names nothing of the model", where="keep", remedy=near
+            )
+        staying |= met
+    found: Tensors = {"weights": {}, "others": {}, "gradients": {}, "state": {}}
+    stepped = {id(p) for one in inner for _, p in parameter_names(one)}
+    floating = {first[id(t)]: t for _, t in named if t.is_floating_point()}
+    for name, tensor in floating.items():
+        if tensor.dtype is not dtype and id(tensor) not in staying:
+            found["weights" if id(tensor) in stepped else "others"][name] = tensor
+            if tensor.grad is not None and tensor.grad.dtype is tensor.dtype:
+                found["gradients"][f"{name}.grad"] = tensor.grad
+    for one in inner:
+        for number, p in parameter_names(one):
+            if id(p) not in first:
+                raise UnsupportedTensorError(
+                    "a parameter of the optimizer that is not in the model: a copy, or another model's",
+                    where=number,
+                    remedy="give the model whose parameters the optimizer steps",
+                )
+            slots = state_tensors(one.state.get(p, {})) if first[id(p)] in found["weights"] else ()
+            own = ((slot, t) for slot, t in slots if t.dtype is p.dtype and t.dim() and not is_spared(slot))
+            found["state"] |= {f"{first[id(p)]}.{slot}": tensor for slot, tensor in own}
+    return found, [name for name in floating if name not in {**found["weights"], **found["others"]}]
+
+
+def _jobs(model: nn.Module, optimizers: Sequence[Any], dtype: torch.dtype) -> Iterator[tuple[str, str, str]]:
+    """Yield ``(where, met, remedy)`` for wrappers and steps that would keep the old dtype."""
+    if any(isinstance(each, nn.parallel.DistributedDataParallel) for each in model.modules()):
+        yield "model", "DistributedDataParallel", "convert the module in it, and wrap it again"
+    if any(map(is_flattened, model.parameters())):
+        yield "model", "FSDP1, whose parameters are parts of flat ones", "use FSDP2: fully_shard"
+    if any(gathers_other_dtype(group, dtype) for group in sharded_groups(model)):
+        remedy = "give fully_shard MixedPrecisionPolicy(param_dtype=torch.bfloat16), or convert before that"
+        yield "model", "FSDP2 that has gathered another dtype in a forward pass", remedy
+    for each in optimizers:
+        step, kind = own_step(each) if isinstance(each, Optimizer) else None, type(each).__name__
+        if getattr(each, "scaler", None) is not None:
+            yield kind, "a gradient scaler", "use mixed_precision='bf16', which needs none"
+        if isinstance(step, CompiledStep) and dtype is torch.bfloat16:
+            yield kind, "an optimizer that is installed", "call collage_fx.uninstall(optimizer) before"
+        elif isinstance(step, CompiledStep) and step.release is not None:
+            yield kind, "steps in the backward pass", "call remove() of their handle before"
+
+
+def _misfits(model: nn.Module, found: Tensors, dtype: torch.dtype) -> Iterator[tuple[str, str, str]]:
+    """Yield ``(where, met, remedy)`` for tensors that cannot be converted, or not alone."""
+    weights, places = {**found["weights"], **found["others"]}, dict[Any, str]()
+    for name, tensor in {**weights, **found["state"]}.items():
+        is_low = dtype is torch.float32 and is_low_precision(tensor.dtype)
+        is_plain = is_low or sharding_of(tensor) is not None or not is_wrapper(tensor)
+        if (
+            not (is_low or tensor.dtype is torch.float32)
+            or not is_plain
+            or tensor.device.type not in ("cpu", "cuda")
+        ):
+            met = f"a {type(tensor).__name__} of {tensor.dtype} on {tensor.device.type}"
+            yield name, met, "convert tensors on a CPU or a CUDA device, of float32; or name it in keep="
+        elif not is_low and (piece := local_tensor(tensor.detach())).numel():
+            place = places.setdefault((storage_of(piece), piece.storage_offset()), name)
+            if place != name:
+                yield name, f"memory that it shares with {place}", "clone() one of them, or use one parameter"
+    for name, tensor in found["others"].items():
+        if isinstance(tensor, nn.Parameter) and tensor.requires_grad:
+            remedy = f"give a list of all optimizers, or freeze it, or leave it as it is by keep=[{name!r}]"
+            yield name, "a trainable parameter that the optimizer does not step", remedy
+    changing = set(map(id, weights.values()))
+    for name, module in model.named_modules():
+        mean, scale = getattr(module, "running_mean", None), getattr(module, "weight", None)
+        if mean is not None and scale is not None and (id(mean) in changing) != (id(scale) in changing):
+            remedy = f"give keep=[{name!r}] for all of it, or buffers=True"
+            yield name, f"a {type(module).__name__} that would compute with two dtypes", remedy
+
+
+def _summary(found: Tensors, kept: Sequence[str], dtype: torch.dtype, limit: float | None) -> Conversion:
+    """Return the summary of a conversion, before a tensor changes."""
+    local = {kind: [local_tensor(t.detach()) for t in found[kind].values()] for kind in found}
+    others = zip(found["others"], local["others"], strict=True)
+    rounded = [name for name, t in others if not torch.equal(t.to(dtype).to(t.dtype), t)]
+    numbers = {kind: sum(each.numel() for each in local[kind]) for kind in local}
+    after = {n: numbers[n] * (4 if n in ("weights", "state") else dtype.itemsize) for n in numbers}
+    if limit is not None:
+        after["state"] = min(after["state"], max(0, round((limit - 4) * numbers["weights"])))
+    before = {kind: bytes_held(found[kind].values()) for kind in found}
+    return Conversion(dtype, tuple(rounded), tuple(kept), before, after)
