@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
 from torch.nn.functional import cross_entropy
 from torch.optim import Optimizer
 
@@ -22,6 +25,7 @@ from collage_fx import (
     install,
     step_in_backward,
 )
+from tests.support.processes import Processes
 
 TIED = "0.weight"
 
@@ -196,6 +200,69 @@ def test_a_copy_of_a_converted_job_and_its_state_dict_have_all_bits() -> None:
     other.model.load_state_dict(job.model.state_dict())
     other.optimizer.load_state_dict(saved)
     assert _equal(other.values(), values)
+
+
+@pytest.fixture(scope="module")
+def two_processes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Processes]:
+    processes = Processes(2, tmp_path_factory.mktemp("processes"))
+    yield processes
+    processes.stop()
+
+
+def shards_there_and_back() -> tuple[bool, bool, list[torch.dtype], float, str]:
+    """Convert a job of FSDP2, whose shards are uneven, after steps; return what the test below expects."""
+    mesh = init_device_mesh("cpu", (2,))
+
+    def made(**policy: Any) -> tuple[nn.Module, Optimizer, Callable[[], float]]:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 3))
+        for module in (model[0], model):
+            fully_shard(module, mesh=mesh, mp_policy=MixedPrecisionPolicy(**policy))
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+
+        def step() -> float:
+            optimizer.zero_grad()
+            loss = (model(torch.ones(4, 5)).float() - 1).square().mean()
+            loss.backward()
+            optimizer.step()
+            return loss.item()
+
+        step()
+        return model, optimizer, step
+
+    model, optimizer, step = made(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+
+    def values() -> list[Tensor]:
+        tensors = [t for p in model.parameters() for t in (p, *optimizer.state[p].values()) if t.dim()]
+        return [value.to_local().float() for value in map(full_value, tensors) if isinstance(value, DTensor)]
+
+    before = values()
+    convert(model, optimizer)
+    is_exact = all(map(torch.equal, values(), before))
+    step()
+    here = [each for p in model.parameters() for each in (p, p.grad) if isinstance(each, DTensor)]
+    dtypes = [each.to_local().dtype for each in here]
+    loss = [step() for _ in range(20)][-1]
+    before = values()
+    convert(model, optimizer, torch.float32)
+    is_exact_back = all(map(torch.equal, values(), before))
+    dtypes += [p.to_local().dtype for p in model.parameters() if isinstance(p, DTensor)]
+    loss = min(loss, step())
+    gathers_float32, its_optimizer, _ = made()
+    try:
+        convert(gathers_float32, its_optimizer)
+    except CollageError as error:
+        return is_exact, is_exact_back, dtypes, loss, str(error)
+    return is_exact, is_exact_back, dtypes, loss, ""
+
+
+def test_shards_of_fsdp2_are_converted_there_and_back(two_processes: Processes) -> None:
+    for is_exact, is_exact_back, dtypes, loss, refusal in two_processes.run(shards_there_and_back):
+        assert is_exact
+        assert is_exact_back
+        assert dtypes == [torch.bfloat16] * 8 + [torch.float32] * 4
+        assert loss < 0.5
+        assert "param_dtype=torch.bfloat16" in refusal
 
 
 # What is refused. -------------------------------------------------------------------------------------------

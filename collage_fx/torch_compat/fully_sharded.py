@@ -1,4 +1,4 @@
-"""FSDP2: modules whose parameters change their dtype. Rests on attributes of its groups of parameters."""
+"""DTensors, and modules of FSDP2, whose dtype changes: rests on attributes of FSDP2's groups."""
 
 from __future__ import annotations
 
@@ -36,3 +36,10 @@ def note_new_dtypes(group: Any) -> None:
             parameter.reset_sharded_param()
         if hasattr(group.comm_ctx, "device_handle"):  # after the first forward pass, which does this itself
             group.lazy_init()
+
+
+def take_data(tensor: torch.Tensor, other: torch.Tensor) -> None:
+    """Give a tensor the data of another, of any dtype: ``tensor.data = other``, for DTensors, too."""
+    tensor.data = other
+    for name in getattr(type(tensor), "__slots__", ()):  # of a DTensor: its shard and its placement
+        setattr(tensor, name, getattr(other, name))

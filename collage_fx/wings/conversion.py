@@ -49,6 +49,7 @@ from collage_fx.torch_compat import (
     sharded_groups,
     sharding_of,
     storage_of,
+    take_data,
 )
 
 log = logging.getLogger("collage_fx")
@@ -155,7 +156,7 @@ def convert(
         for kind, name, tensor in ((n, *each) for n in found for each in found[n].items()):
             value = float32_value(tensor) if dtype is torch.float32 else tensor.data
             reset_error_terms(tensor)
-            tensor.data = value.to(dtype)
+            take_data(tensor, value.to(dtype))
             if dtype is torch.bfloat16 and kind in ("weights", "state"):
                 write(tensor, value, ensure_record(tensor, ERROR_FORMATS["exact"], name=name))
                 if kind == "state":

@@ -11,7 +11,7 @@ from torch.optim import AdamW
 from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import DataLoader
 
-from collage_fx import install
+from collage_fx import CollageError, convert, full_value, install
 from tests.support.replay import KEPT, Kept, Replay
 from tests.support.training import compiled, differences, everything, set_as_own_step
 
@@ -88,3 +88,45 @@ def test_a_wrapper_that_keeps_the_step_for_a_scaler_calls_the_installed_one() ->
     assert wrapper._optimizer_original_step_method == inner.step
     kept = [each.cell_contents for each in wrapper._optimizer_patched_step_method.__closure__]
     assert inner.step in kept
+
+
+@pytest.mark.parametrize("mixed_precision", ["no", "bf16"])
+def test_a_running_job_is_converted_and_taken_back(mixed_precision: str) -> None:
+    """With ``"bf16"``, the model of accelerate computes under autocast from beginning to end."""
+    accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)  # as of another process
+    accelerator = accelerate.Accelerator(cpu=True, mixed_precision=mixed_precision)
+    torch.manual_seed(0)
+    layers = torch.nn.Sequential(torch.nn.Embedding(64, 64), torch.nn.Linear(64, 64))
+    own = AdamW(layers.parameters(), lr=1e-3)
+    model, optimizer, schedule = accelerator.prepare(layers, own, LambdaLR(own, lambda step: 0.9**step))
+    losses, rates = [], []
+    for dtype in (torch.float32, torch.bfloat16, torch.float32):
+        if model[0].weight.dtype is not dtype:
+            before = [full_value(p) for p in model.parameters()]
+            convert(model, optimizer, dtype)
+            assert all(map(torch.equal, before, map(full_value, model.parameters())))
+        for _ in range(4):
+            text = data()[:8]
+            logits = model(text).float().flatten(0, 1)
+            loss = torch.nn.functional.cross_entropy(logits, text.roll(-1, 1).flatten())
+            accelerator.backward(loss)
+            optimizer.step()
+            schedule.step()
+            optimizer.zero_grad()
+            losses.append(loss.item())
+        rates.append(own.param_groups[0]["lr"])
+    assert losses == sorted(losses, reverse=True)
+    assert rates == pytest.approx([1e-3 * 0.9**4, 1e-3 * 0.9**8, 1e-3 * 0.9**12])
+    assert {int(own.state[p]["step"]) for p in model.parameters()} == {12}
+    accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
+
+
+def test_a_job_with_a_gradient_scaler_is_not_converted() -> None:
+    accelerate.Accelerator(cpu=True)
+    layers = torch.nn.Linear(4, 4)
+    wrapped = accelerate.optimizer.AcceleratedOptimizer(
+        AdamW(layers.parameters()), scaler=torch.amp.GradScaler("cpu")
+    )
+    with pytest.raises(CollageError, match="gradient scaler"):
+        convert(layers, wrapped)
+    assert layers.weight.dtype is torch.float32
