@@ -142,7 +142,11 @@ def convert(
         ),
         (bool(late), f"{late}= beside torch.float32", "leave it out: it is for bfloat16"),
         (chosen.strategy == "none", "strategy='none', which drops bits", "give another strategy"),
-        (not found["weights"], f"no weight to convert to {dtype}", "give weights of the other dtype"),
+        (
+            not found["weights"],
+            f"no weight to convert to {dtype}",
+            "give weights of another dtype; keep= and frozen ones do not count",
+        ),
     ):
         if is_met:
             raise InvalidOptionError(f"convert() was given {met}", where="convert", remedy=remedy)
