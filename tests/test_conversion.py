@@ -172,6 +172,16 @@ def test_the_summary_counts_bytes_and_a_dry_run_changes_nothing() -> None:
         backend_of(job.optimizer)
 
 
+def test_a_job_whose_first_step_is_refused_is_taken_back_to_the_bit() -> None:
+    job = Job(torch.optim.LBFGS)
+    values = {name: p.detach().clone() for name, p in job.model.named_parameters()}
+    convert(job.model, job.optimizer)
+    with pytest.raises(CollageError, match="LBFGS"):
+        job.optimizer.step(lambda: 0.0)
+    convert(job.model, job.optimizer, torch.float32)
+    assert _equal(dict(job.model.named_parameters()), values)
+
+
 def test_two_optimizers_of_a_model_are_converted_together() -> None:
     model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
     pair = [torch.optim.SGD(model[0].parameters(), lr=0.1), torch.optim.Adam(model[1].parameters())]
@@ -237,7 +247,8 @@ def shards_there_and_back() -> tuple[bool, bool, list[torch.dtype], float, str]:
         return [value.to_local().float() for value in map(full_value, tensors) if isinstance(value, DTensor)]
 
     before = values()
-    convert(model, optimizer)
+    plan = convert(model, optimizer)
+    assert plan.bytes_before["weights"] == 4 * sum(each.numel() for each in before) // 3
     is_exact = all(map(torch.equal, values(), before))
     step()
     here = [each for p in model.parameters() for each in (p, p.grad) if isinstance(each, DTensor)]

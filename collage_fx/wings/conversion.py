@@ -103,7 +103,8 @@ def convert(
     ``print(convert(model, opt, dry_run=True))`` says what it would do. Then ``convert(model, opt)`` splits
     each float32 weight that ``opt`` steps, and its float32 state, into bfloat16 and an error term without the
     loss of a bit, and installs the optimizer. ``convert(model, opt, torch.float32)`` adds the error terms,
-    and uninstalls it. All tensors stay the same objects, so that schedulers, hooks and tied weights go on.
+    and uninstalls it, also after a first step that was refused. All tensors stay the same objects, so that
+    schedulers, hooks and tied weights go on.
     Step counts, numbers (0-d) and groups stay unchanged; gradients, which the next backward pass replaces,
     are rounded.
 
@@ -142,11 +143,7 @@ def convert(
         ),
         (bool(late), f"{late}= beside torch.float32", "leave it out: it is for bfloat16"),
         (chosen.strategy == "none", "strategy='none', which drops bits", "give another strategy"),
-        (
-            not found["weights"],
-            f"no weight to convert to {dtype}",
-            "give weights of another dtype; keep= and frozen ones do not count",
-        ),
+        (not found["weights"], f"no weight to convert to {dtype}", "give weights that an optimizer steps"),
     ):
         if is_met:
             raise InvalidOptionError(f"convert() was given {met}", where="convert", remedy=remedy)
@@ -264,12 +261,12 @@ def _misfits(model: nn.Module, found: Tensors, dtype: torch.dtype) -> Iterator[t
 
 def _summary(found: Tensors, kept: Sequence[str], dtype: torch.dtype, limit: float | None) -> Conversion:
     """Return the summary of a conversion, before a tensor changes."""
-    local = {kind: [local_tensor(t.detach()) for t in found[kind].values()] for kind in found}
+    local = {kind: list(map(local_tensor, found[kind].values())) for kind in found}
     others = zip(found["others"], local["others"], strict=True)
     rounded = [name for name, t in others if not torch.equal(t.to(dtype).to(t.dtype), t)]
     numbers = {kind: sum(each.numel() for each in local[kind]) for kind in local}
     after = {n: numbers[n] * (4 if n in ("weights", "state") else dtype.itemsize) for n in numbers}
     if limit is not None:
         after["state"] = min(after["state"], max(0, round((limit - 4) * numbers["weights"])))
-    before = {kind: bytes_held(found[kind].values()) for kind in found}
+    before = {kind: bytes_held(local[kind]) for kind in found}
     return Conversion(dtype, tuple(rounded), tuple(kept), before, after)
