@@ -20,6 +20,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, NoReturn, get_args
@@ -183,6 +184,28 @@ def _registered(registry: str) -> Callable[[], Iterable[str]]:
     return lambda: getattr(sys.modules.get("collage_fx.numerics"), registry, ())
 
 
+def _add_optimizer(parser: argparse.ArgumentParser, *, required: bool) -> None:
+    add = parser.add_argument
+    default = "" if required else " (torch.optim.AdamW)"
+    add(
+        "--optimizer",
+        required=required,
+        default="torch.optim.AdamW",
+        help=f"its class, such as torch.optim.AdamW or package.module.Class{default}",
+    )
+    add("--lr", type=float, help="learning rate (default: the class's)")
+    add(
+        "--kw",
+        type=partial(_value, "--kw"),
+        action="append",
+        default=[],
+        metavar="NAME=VALUE",
+        help="any other argument of the class",
+    )
+    dtypes = get_args(Dtype)
+    add("--dtype", type=_choice(dtypes), default="bfloat16", help="dtype of the parameters (bfloat16)")
+
+
 def _add_optimizer_options(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add(
@@ -193,18 +216,7 @@ def _add_optimizer_options(parser: argparse.ArgumentParser) -> None:
         metavar="MODULE",
         help="module to import first; it may register formats for the options after it",
     )
-    add("--optimizer", required=True, help="its class, such as torch.optim.AdamW or package.module.Class")
-    add("--lr", type=float, help="learning rate (default: the class's)")
-    add(
-        "--kw",
-        type=_keyword,
-        action="append",
-        default=[],
-        metavar="NAME=VALUE",
-        help="any other argument of the class",
-    )
-    dtypes = get_args(Dtype)
-    add("--dtype", type=_choice(dtypes), default="bfloat16", help="dtype of the parameters (bfloat16)")
+    _add_optimizer(parser, required=True)
     add(
         "--shape",
         type=_shape,
@@ -276,12 +288,17 @@ def _explain(options: argparse.Namespace, _: list[str]) -> int:
             found = next(each for each in reversed(report.graphs) if group.example in each.tensors)
             print(f"\nThe update of {group.example.name}:\n\n{found.to_text(group.example.name)}")
     if options.html:
-        try:
-            written = report.save_html(options.html, kernels=options.kernels)
-        except OSError as error:
-            raise UsageError(f"--html {options.html} cannot be written: {error.strerror}") from error
-        print(f"\nWritten: {written}")
+        _write(options.html, lambda path: report.save_html(path, kernels=options.kernels))
     return 0
+
+
+def _write(path: Path, save: Callable[[Path], object], *, aside: bool = False) -> None:
+    """Write the page of ``--html``, and say so, ``aside`` from what is printed."""
+    try:
+        save(path)
+    except OSError as error:
+        raise UsageError(f"--html {path} cannot be written: {error.strerror}") from error
+    print(f"\nWritten: {path}", file=sys.stderr if aside else sys.stdout)
 
 
 def _compiled(optimizer: Optimizer, choices: dict[str, Any]) -> CollageReport:
@@ -322,6 +339,7 @@ def _maker(options: argparse.Namespace) -> Callable[[list[torch.nn.Parameter]], 
     keywords = dict(options.kw)
     if options.lr is not None:
         keywords["lr"] = options.lr
+    hint = "; set others with --shape" if "shape" in options else ""
 
     def make(params: list[torch.nn.Parameter]) -> Optimizer:
         try:
@@ -330,7 +348,7 @@ def _maker(options: argparse.Namespace) -> Callable[[list[torch.nn.Parameter]], 
             given = ", ".join(f"{name}={value!r}" for name, value in keywords.items())
             raise UsageError(
                 f"{options.optimizer}({given}) is refused: {error} (its parameters have the shapes "
-                f"{', '.join(str(tuple(p.shape)) for p in params)}; set others with --shape)"
+                f"{', '.join(str(tuple(p.shape)) for p in params)}{hint})"
             ) from error
         if callable(train := getattr(optimizer, "train", None)):  # schedule-free optimizers need the call
             train()
@@ -382,17 +400,17 @@ def _check_keyword(kind: Any, name: str) -> None:
         raise UsageError(f"{kind.__name__} has no argument {name!r}; {did_you_mean(name, known)}")
 
 
-def _keyword(text: str) -> tuple[str, Any]:
-    """Return the name and value of ``--kw``; an argparse type. A value that is one word is a string."""
+def _value(option: str, text: str) -> tuple[str, Any]:
+    """Return the name and the value, a Python literal or a word, that an option is given."""
     name, equals, value = text.partition("=")
     if not equals:
-        raise UsageError(f"--kw takes NAME=VALUE, got {text!r}")
+        raise UsageError(f"{option} takes NAME=VALUE, got {text!r}")
     try:
         return name, ast.literal_eval(value)
     except (ValueError, SyntaxError) as error:
         if any(each in value for each in "()[]{},'\""):
-            hint = "write it as in Python, and quote it for the shell, as in --kw 'betas=(0.9, 0.95)'"
-            raise UsageError(f"--kw {text}: the value is incomplete or no constant; {hint}") from error
+            hint = f"write it as in Python, and quote it for the shell, as in {option} 'betas=(0.9, 0.95)'"
+            raise UsageError(f"{option} {text}: the value is incomplete or no constant; {hint}") from error
         return name, value
 
 
@@ -499,12 +517,75 @@ def _checkup(options: argparse.Namespace, _: list[str]) -> int:
         raise UsageError(str(error)) from error
     print(found.to_json() if options.json else found.to_text(full=options.full))
     if options.html:
-        try:
-            written = found.save_html(options.html)
-        except OSError as error:
-            raise UsageError(f"--html {options.html} cannot be written: {error.strerror}") from error
-        print(f"\nWritten: {written}", file=sys.stderr if options.json else sys.stdout)
+        _write(options.html, found.save_html, aside=options.json)
     return 0 if found.is_good else FAILED
+
+
+# plan -------------------------------------------------------------------------------------------------------
+
+
+def _positive(text: str) -> int:
+    """Return a positive integer; an argparse type."""
+    if not (text.isdecimal() and int(text)):
+        raise argparse.ArgumentTypeError(f"{text!r} is no positive integer")
+    return int(text)
+
+
+def _add_plan_options(parser: argparse.ArgumentParser) -> None:
+    source = parser.add_mutually_exclusive_group(required=True)
+    source.add_argument("file", nargs="?", type=Path, help="Python file with model(), and loss() if need be")
+    source.add_argument("--hf", metavar="CONFIG", help="config.json of a causal language model, or its type")
+    add = parser.add_argument
+    add(
+        "--set",
+        type=partial(_value, "--set"),
+        action="append",
+        default=[],
+        metavar="NAME=VALUE",
+        help="entry of the configuration",
+    )
+    add("--gpu", type=float, required=True, metavar="GB", help="memory of a GPU")
+    add("--seq", type=_positive, required=True, metavar="TOKENS", help="length of a sequence")
+    add("--fsdp", type=_positive, default=1, metavar="GPUS", help="GPUs that shard the model (1)")
+    add("--micro-batch", type=_positive, default=1, help="sequences on a GPU, for the peaks shown (1)")
+    add("--reserve", type=float, default=0.06, help="share of a GPU that tensors cannot have (0.06)")
+    add("--checkpointing", type=_choice(("on", "off", "both")), default="both", help="on, off or both (both)")
+    _add_optimizer(parser, required=False)
+    add("--json", action="store_true", help="print JSON; sizes are bytes")
+    add("--html", type=_file, metavar="FILE", help="write an HTML page with bars")
+
+
+def _plan(options: argparse.Namespace, _: list[str]) -> int:
+    import torch
+
+    from collage_tools.plan import GB, from_file, from_hf, json_of, page_of, plan, text_of
+
+    if not (options.gpu > 0 and 0 <= options.reserve < 1):
+        raise UsageError("--gpu takes a positive number of GB, and --reserve a share from 0 to below 1")
+    with clock("collage-fx: running the model on fake tensors"):
+        found = plan(
+            from_hf(options.hf, dict(options.set)) if options.hf else from_file(options.file),
+            _maker(options),
+            gpu=options.gpu,
+            sequence=options.seq,
+            fsdp=options.fsdp,
+            micro_batch=options.micro_batch,
+            dtype=getattr(torch, options.dtype),
+            reserve=options.reserve,
+            checkpointing={"on": (True,), "off": (False,), "both": (False, True)}[options.checkpointing],
+        )
+    print(json_of(found) if options.json else text_of(found))
+    if options.html:
+        page = page_of(found)
+        _write(options.html, lambda path: path.write_text(page, encoding="utf-8"), aside=options.json)
+    least = min(found.budgets, key=found.lacking)
+    if lacking := found.lacking(least):
+        print(
+            f"\ncollage-fx: a GPU of {options.gpu:g} GB is too small for a sequence of {options.seq} tokens: "
+            f"{lacking / GB:.3g} GB more are needed with {least.options}, the least",
+            file=sys.stderr,
+        )
+    return FAILED if lacking else 0
 
 
 # error ------------------------------------------------------------------------------------------------------
@@ -568,6 +649,11 @@ COMMANDS = {
         "tell from a checkpoint whether it was trained without master weights, and what that has frozen",
         _checkup,
         _add_checkup_options,
+    ),
+    "plan": Command(
+        "memory of a training job by kind and budget, and its largest micro-batch; allocates nothing",
+        _plan,
+        _add_plan_options,
     ),
     "doctor": Command(
         "versions, compiler, devices, and whether roundings survive on each", _doctor, _add_doctor_options

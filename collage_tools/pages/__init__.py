@@ -2,10 +2,11 @@
 
 from collage_tools.pages.page import html_document, html_page, html_table
 from collage_tools.pages.pictures import Picture, picture, whole_graph
-from collage_tools.pages.plots import plot
+from collage_tools.pages.plots import COLOURS, plot
 from collage_tools.pages.svg import histogram, svg
 
 __all__ = [
+    "COLOURS",
     "Picture",
     "histogram",
     "html_document",
