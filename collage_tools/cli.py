@@ -293,7 +293,7 @@ def _explain(options: argparse.Namespace, _: list[str]) -> int:
 
 
 def _write(path: Path, save: Callable[[Path], object], *, aside: bool = False) -> None:
-    """Write the page of ``--html``, and say so, ``aside`` from what is printed."""
+    """Write the page of ``--html``, and print its path; ``aside`` prints to stderr."""
     try:
         save(path)
     except OSError as error:

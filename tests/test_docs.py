@@ -88,7 +88,7 @@ def test_a_command_prints_what_the_page_shows(
 
 
 def test_there_are_commands_to_run() -> None:
-    assert len(CONSOLE) == 7
+    assert len(CONSOLE) == 8
 
 
 @as_written

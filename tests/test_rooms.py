@@ -240,7 +240,8 @@ LAW_OF_TOOLS: dict[str, set[str]] = {
     "pages": set(),
     "checkup": {"pages"},
     "gpu_code": set(),
-    "cli": {"checkup", "gpu_code"},
+    "plan": {"pages"},
+    "cli": {"checkup", "gpu_code", "plan"},
 }
 
 #: Modules of the core whose names are public: docs/api.md lists them.
@@ -272,6 +273,7 @@ DOORS = {
         "summary_line",
         "treatments",
     },
+    "collage_fx.torch_compat": {"FakeTensorMode", "TorchDispatchMode"},
     "collage_fx.tools": {
         "DeviceLaunch",
         "SafetensorsFile",
@@ -525,6 +527,8 @@ ASSIGNED = {
     ("capture/watch.py", "parameter.grad"): "the same memory in another tensor, while Dynamo traces",
     ("tools/audit.py", "parameter.grad"): "of parameters that the audit has made",
     ("collage_tools/cli.py", "p.grad"): "of parameters that the command has made",
+    ("collage_tools/plan/activations.py", "p.grad"): "of a model that the command has made",
+    ("collage_tools/plan/activations.py", "layer.forward"): "likewise",
     ("tools/doctor.py", "p.grad"): "of a parameter that the self-test has made",
     ("tools/explain.py", "parameter.grad"): "of a copy of the optimizer",
     ("tools/explain.py", "copied.__kwdefaults__"): "of a copy of a function",

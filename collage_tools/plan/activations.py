@@ -58,7 +58,7 @@ class Allocations(TorchDispatchMode):
 
 
 class _FlashAttention(TorchFunctionMode):
-    """Context manager: attention is "flash" attention, as on a GPU; on the meta device it would keep squares."""
+    """Context manager: attention is "flash" attention; the meta device would keep squares."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is not functional.scaled_dot_product_attention:
@@ -93,7 +93,7 @@ def repeated_layers(model: nn.Module) -> list[nn.Module]:
 
 @contextlib.contextmanager
 def _recomputed(layers: Sequence[nn.Module]) -> Iterator[None]:
-    """Context manager: the layers keep their inputs alone, and compute the rest again in the backward pass."""
+    """Context manager: the layers keep their inputs alone, and compute the rest again in the backward."""
     for layer in layers:
         layer.forward = functools.partial(
             checkpoint,
@@ -158,6 +158,6 @@ def _on_meta(source: Source) -> Iterator[None]:
         raise InvalidOptionError(
             f"{source.name} does not run on the meta device: {type(error).__name__}: {error}",
             where="plan",
-            remedy="make model() without weights from files, without devices in the code, and without branches "
-            "on values of tensors",
+            remedy="make model() without weights from files or devices in its code, and without branches on "
+            "values of tensors",
         ) from error

@@ -23,7 +23,7 @@ from collage_tools.plan.sources import Source
 GB = 1_000_000_000
 #: Least difference of two budgets in a table, as a share.
 STEP = 0.03
-#: Layers that FSDP2 holds whole at once: one that computes, and one that is being gathered or reduced.
+#: Layers that FSDP2 holds whole at once: the layer that computes, and the next layer, being gathered.
 GATHERED = 2
 
 
@@ -51,7 +51,7 @@ class Budget:
 
 @dataclass(frozen=True)
 class Activations:
-    """Peak of activations, linear in the micro-batch: bytes of a sequence, and of each further one."""
+    """Peak of activations, linear in the micro-batch: bytes of a sequence, and of each more."""
 
     first: int
     further: float

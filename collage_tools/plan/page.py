@@ -29,14 +29,14 @@ def _title(checkpointing: bool) -> str:
 def _subject(plan: Plan) -> str:
     gpus = "1 GPU" if plan.fsdp == 1 else f"each of {plan.fsdp} GPUs"
     return (
-        f"{plan.name}: {plan.count / 1e9:.3g} billion parameters, sequences of {plan.sequence:,} tokens. GB on "
-        f"{gpus} of {plan.gpu / GB:g} GB, {plan.usable / GB:.4g} of them for tensors, with micro-batches of "
-        f"{plan.micro_batch}. 8 bytes: bytes_per_parameter=8."
+        f"{plan.name}: {plan.count / 1e9:.3g} billion parameters, sequences of {plan.sequence:,} tokens. GB "
+        f"on {gpus} of {plan.gpu / GB:g} GB, {plan.usable / GB:.4g} of them for tensors, with micro-batches "
+        f"of {plan.micro_batch}. 8 bytes: bytes_per_parameter=8."
     )
 
 
 def _table(plan: Plan, checkpointing: bool) -> tuple[list[str], list[list[str]]]:
-    """Return headers and rows: bytes by kind, peak, and what fits."""
+    """Return headers and rows: bytes by kind, peak, largest micro-batch."""
     rows, masters = [], None
     for budget in plan.budgets:
         sizes = _sizes(plan, budget, checkpointing)

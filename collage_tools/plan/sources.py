@@ -37,9 +37,9 @@ class Source:
 def from_file(path: Path) -> Source:
     """Return the source of a Python file with ``model()`` and, unless that takes tokens, ``loss()``.
 
-    ``model()`` returns a module. ``loss(model, micro_batch, sequence)`` makes the inputs and returns the loss.
-    Without ``loss`` the module is called with tokens, int64[micro_batch, sequence], and has to return a scalar
-    or logits, [micro_batch, sequence, classes], whose cross entropy is computed in float32.
+    ``model()`` returns a module. ``loss(model, micro_batch, sequence)`` makes the inputs, returns the loss.
+    Without ``loss`` the module is called with tokens, int64[micro_batch, sequence], and returns a scalar or
+    logits, [micro_batch, sequence, classes], whose cross entropy is computed in float32.
 
     Raises:
         InvalidOptionError: there is no such file, or no function ``model`` in it.
@@ -54,7 +54,7 @@ def from_file(path: Path) -> Source:
         raise InvalidOptionError(
             f"{path} defines no function model()",
             where="plan",
-            remedy="define model(), which returns the torch.nn.Module, and loss(model, micro_batch, sequence) "
+            remedy="define model(), which returns a torch.nn.Module, and loss(model, micro_batch, sequence) "
             "if the model does not take tokens",
         )
     return Source(path.stem, found["model"], found.get("loss", _loss_of_tokens))
@@ -92,8 +92,8 @@ def from_hf(name: str, changes: Mapping[str, Any]) -> Source:
             entries = dict(Config.get_config_dict(name, local_files_only=True)[0])
         except OSError as error:
             raise InvalidOptionError(
-                f"no configuration {name!r} can be read: a file, a folder with config.json, a repository in the "
-                "local cache, and a model type of transformers were looked for",
+                f"no configuration {name!r} can be read: a file, a folder with config.json, a repository in "
+                "the local cache, and a model type of transformers were looked for",
                 where="hf",
                 remedy="give the path of a config.json; nothing is downloaded",
             ) from error
