@@ -34,6 +34,7 @@ class TensorReport:
         selection: why the tensor has error terms or is packed, or why not.
         error_format: name of the format that the tensor is stored in; empty if it has none.
         packed: whether the format keeps no hi.
+        is_repaid: whether each update makes up for the rounding of the tensor.
         bytes: bytes of the tensor, or of its packed form.
         error_bytes: bytes of the auxiliaries beside the tensor.
         inputs: names of the graph inputs of the tensor and its auxiliaries.
@@ -52,6 +53,7 @@ class TensorReport:
     selection: str
     error_format: str
     packed: bool
+    is_repaid: bool
     bytes: int
     error_bytes: int
     inputs: tuple[str, ...]
@@ -108,6 +110,7 @@ def tensor_report(state: StateTensor) -> TensorReport:
         selection=state.selection,
         error_format="" if fmt is None else fmt.name,
         packed=state.packed,
+        is_repaid=bool(state.rounded),
         bytes=state.error_format.nbytes(like) if state.packed else like.nbytes,
         error_bytes=0 if fmt is None or state.packed else fmt.nbytes(like),
         inputs=(state.placeholder.name, *(node.name for node in state.added_inputs)),
