@@ -136,7 +136,7 @@ class OptionFields:
         "'fp8_lm' and 'coat'",
         in_shell=True,
     )
-    bytes_per_parameter: float | None = _option(
+    bytes_per_parameter: float | Literal["auto"] | None = _option(
         None,
         "a budget, instead of ``strategy``, ``error_format`` and ``state``: the most precise combination "
         "within it",
@@ -144,7 +144,9 @@ class OptionFields:
         precise combination of these within it, to 1.5 %, counting parameters, state and error terms (5.1
         to 12 for AdamW). The report shows it beside the others. The order is that of AdamW's errors in
         docs/formats.md. A recorded step, of which no part shows all state, gets a combination for AdamW
-        without packed state (7 to 12).""",
+        without packed state (7 to 12). ``"auto"``: the fewest bytes with a predicted error of the
+        weights up to 0.02 (``report().predicted_error()``), by the learning rate, gradients and weights of
+        the first step of an installed optimizer; at least 6 for AdamW where these do not tell.""",
         in_shell=True,
     )
     changes: Changes = _option(

@@ -48,6 +48,7 @@ from collage_fx.errors import (
 from collage_fx.graph import Role
 from collage_fx.numerics import is_low_precision
 from collage_fx.options import GivenOptions, Options, refuse_unknown
+from collage_fx.report import Updates, try_updates
 from collage_fx.state import (
     carry_along,
     forget_compiled,
@@ -63,6 +64,7 @@ from collage_fx.torch_compat import (
     codes_of,
     note_true_step,
     own_step,
+    records,
     remove_own_step,
     set_own_step,
     true_step,
@@ -293,10 +295,18 @@ class CompiledStep:
         self._optimizer = optimizer
         self._calls = 0
         self._reports = len(backend.reports)
+        self._updates = records.put(optimizer, Updates())
         self._is_compensated = not backend.compensates
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Take a step; return the result of the optimizer's own step."""
+        if not self._calls and self.backend.options.bytes_per_parameter == "auto":
+            try_updates(self._optimizer)
+        returned = self._step(args, kwargs)
+        self._updates.after_step(self._optimizer, self.backend)
+        return returned
+
+    def _step(self, args: Any, kwargs: Any) -> Any:
         self._calls += 1
         if not (args or kwargs or self.release):
             return self._watched(args, kwargs)

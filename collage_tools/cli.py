@@ -166,6 +166,11 @@ def _choice(names: Collection[str], registered: Callable[[], Iterable[str]] = tu
     return check
 
 
+def _number_or(choice: Callable[[str], str]) -> Callable[[str], float | str]:
+    """Return an argparse type for an option that takes a number or a name."""
+    return lambda value: choice(value) if value.isalpha() else float(value)
+
+
 def _file(text: str) -> Path:
     """Return the path of a file to write; an argparse type."""
     path = Path(text)
@@ -227,7 +232,8 @@ def _add_optimizer_options(parser: argparse.ArgumentParser) -> None:
     for option in OPTIONS:
         names, registry = names_of(option.name), option.metadata["registry"]
         default = option.default if isinstance(option.default, str) else "the backend's"
-        kind = _choice(names, *([_registered(registry)] if registry else ())) if names else float
+        choice = _choice(names, *([_registered(registry)] if registry else ()))
+        kind = _number_or(choice) if "float" in str(option.type) else choice
         values = f": {', '.join(names)} ({default})" if names else ""
         add(
             f"--{option.name.replace('_', '-')}",

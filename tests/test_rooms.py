@@ -531,6 +531,7 @@ ASSIGNED = {
     ("collage_tools/plan/activations.py", "layer.forward"): "likewise",
     ("tools/doctor.py", "p.grad"): "of a parameter that the self-test has made",
     ("tools/explain.py", "parameter.grad"): "of a copy of the optimizer",
+    ("report/prediction.py", "p.grad"): "of samples that a copy of the optimizer steps",
     ("tools/explain.py", "copied.__kwdefaults__"): "of a copy of a function",
     ("tools/explain.py", "cell.cell_contents"): "of a copy of a function",
     ("torch_compat/patch_dtypes.py", "tensor.grad"): "None, while a fake tensor is made; GRADIENT_DTYPES",

@@ -90,7 +90,15 @@ from collage_fx.numerics import ERROR_FORMATS, PACKED_FORMATS, ErrorFormat, shor
 from collage_fx.options import Options
 from collage_fx.options.budgets import Budget, best_budget, budgets_for, budgets_for_parts, refuse_excess
 from collage_fx.pipeline import ANALYSIS, SUMMING, Pass, in_float32, run_pipeline
-from collage_fx.report import GraphReport, PassLog, TensorReport, tensor_report, treatments
+from collage_fx.report import (
+    GraphReport,
+    PassLog,
+    TensorReport,
+    enough,
+    known_updates,
+    tensor_report,
+    treatments,
+)
 from collage_fx.runtime import STAND_INS, MakingStep, Member, WholeStep
 from collage_fx.state import (
     KnownTensor,
@@ -186,7 +194,7 @@ class Backend:
 
     def refuse_excess(self, optimizer: Optimizer) -> None:
         """Raise if there is a budget, and an optimizer with recorded steps holds more."""
-        if self.options.bytes_per_parameter is not None:
+        if isinstance(self.options.bytes_per_parameter, float | int):
             refuse_excess(held_per_parameter(optimizer), self.options.bytes_per_parameter)
 
     def lower(
@@ -705,6 +713,7 @@ class Compilation:
             pipeline=self._pipeline,
             route=Route(made.unit, self.recorded, bool(program.measured), why),
             budgets=self.budgets,
+            updates=known_updates(self.optimizers.values()),
             note=" ".join(filter(None, (note_of_sums, self._note_of_decay(program)))),
         )
         pass_log.lowered(report.code)
@@ -790,12 +799,14 @@ class Compilation:
         self._refuse_other_error_terms(graph.infos, program.error_format)
         return program
 
-    def _within_budget(self, program: StepProgram, limit: float) -> StepProgram:
+    def _within_budget(self, program: StepProgram, limit: float | str) -> StepProgram:
         """Return the program with the options of the best budget, judged by the largest state so far."""
         if self.recorded:
             self.budgets = self._budgets_for_part(program, limit)
             return self.budgets[0].applied_to(program)
         budgets = budgets_for(program, self.options.passes)
+        if isinstance(limit, str):
+            limit = (enough(known_updates(self.optimizers.values()), budgets) or budgets[-1]).bytes
         records = [None if info.tensor is None else record_of(info.tensor) for info in program.infos]
         held = {found.format.name for found in records if found is not None and found.format.keeps_error}
         if held and not self.optimizers:  # a function beside the steps, which have chosen
@@ -813,7 +824,7 @@ class Compilation:
                 found.is_used = False  # used by a step that held less: converted now
         return program
 
-    def _budgets_for_part(self, program: StepProgram, limit: float) -> tuple[Budget, ...]:
+    def _budgets_for_part(self, program: StepProgram, limit: float | str) -> tuple[Budget, ...]:
         """Return the budget for a part of a recorded step, as in captured steps before it, then all budgets.
 
         If Adam would exceed the limit with all budgets, it is the smallest. :meth:`Backend.refuse_excess`
@@ -822,6 +833,8 @@ class Compilation:
         values = map(tensor_value, filter(is_low_precision_tensor, placeholders(program.gm.graph)))
         dtype = next((value.dtype for value in values if value is not None), torch.bfloat16)
         budgets = budgets_for_parts(dtype, self.options.passes)
+        if isinstance(limit, str):
+            limit = (enough(known_updates(self.optimizers.values()), budgets) or budgets[-1]).bytes
         known = self.backend.budgets
         before = [known[optimizer][0] for optimizer in self.optimizers.values() if optimizer in known]
         terms = {(budget.strategy, budget.error_format) for budget in before}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import Field, dataclass, fields
-from typing import Any
+from typing import Any, Literal, get_args
 
 from typing_extensions import TypedDict, Unpack
 
@@ -53,7 +53,7 @@ class GivenOptions(TypedDict, total=False):
     mode: Mode | None
     rounding: Rounding | None
     state: PackedFormatName | None
-    bytes_per_parameter: float | None
+    bytes_per_parameter: float | Literal["auto"] | None
     changes: Changes
     passes: Sequence[Pass] | None
 
@@ -141,7 +141,7 @@ class Options(OptionFields):
             allowed = tuple(getattr(numerics, registry))
         if TYPES[name] is bool:
             allowed = (True, False)
-        if allowed:
+        if allowed and float not in get_args(TYPES[name]):
             optional = (None,) if getattr(Options, name) is None else ()
             refuse_unless(name, value, (*optional, *allowed), otherwise)
         elif TYPES[name] == int | None and value is not None and (type(value) is not int or value < 1):
@@ -155,11 +155,12 @@ class Options(OptionFields):
         budget = self.bytes_per_parameter
         if budget is None:
             return
-        if type(budget) not in (int, float) or not budget > 0:
+        if budget != "auto" and (type(budget) not in (int, float) or not budget > 0):
             raise InvalidOptionError(
                 f"bytes_per_parameter={budget!r} is not allowed",
                 where="bytes_per_parameter",
-                remedy="use a number of bytes, such as 8: of parameters, state and error terms together",
+                remedy="use a number of bytes, such as 8: of parameters, state and error terms together; or "
+                "'auto'",
             )
         default = Options.of()
         for name in ("strategy", "error_format", "arithmetic", "rounding", "state"):

@@ -27,6 +27,7 @@ from collage_fx.graph import (
 from collage_fx.numerics import ERROR_FORMATS
 from collage_fx.options.budgets import Budget
 from collage_fx.pipeline import Pass, Stage, run_pipeline, up_to_choosing
+from collage_fx.report.prediction import Updates
 from collage_fx.report.tensors import TensorReport, Treatment, bytes_per_parameter, tensor_report
 
 if TYPE_CHECKING:
@@ -54,6 +55,7 @@ class GraphReport:
         code: code that Inductor generated: Python with C++ or Triton kernels. Empty after ``explain``.
         program: the whole step before any pass, on another graph; None if nothing was rewritten.
         budgets: with a limit on bytes, the budget that is used, then all, the smallest first.
+        updates: updates of the optimizer, from which errors are predicted; None if it is not installed.
     """
 
     captured: GraphModule = field(repr=False)
@@ -68,6 +70,7 @@ class GraphReport:
     program: StepProgram | None = field(default=None, repr=False)
     pipeline: tuple[Pass, ...] = field(default=(), repr=False)
     budgets: tuple[Budget, ...] = field(default=(), repr=False)
+    updates: Updates | None = field(default=None, repr=False)
 
     @functools.cached_property
     def before(self) -> GraphModule:

@@ -20,13 +20,14 @@ with a sample of the weights, and gradients of the present size with three tenth
 
 from __future__ import annotations
 
+import inspect
 import logging
 import math
 import warnings
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import sympy
 import torch
@@ -34,13 +35,18 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from collage_fx.graph import Role
-from collage_fx.numerics import ERROR_FORMATS, PACKED_FORMATS, ErrorFormat, format_named, is_low_precision
-from collage_fx.numerics import storage_format
+from collage_fx.numerics import (
+    ERROR_FORMATS,
+    PACKED_FORMATS,
+    ErrorFormat,
+    format_named,
+    is_low_precision,
+    storage_format,
+)
 from collage_fx.options.budgets import BUDGETS, Budget
-from collage_fx.report.graphs import GraphReport
 from collage_fx.report.tensors import TensorReport
 from collage_fx.state import clone_of, host_twin, parameter_names, record_of
-from collage_fx.torch_compat import local_tensor, records
+from collage_fx.torch_compat import local_tensor, real_tensors, records
 
 log = logging.getLogger("collage_fx")
 
@@ -59,8 +65,9 @@ class Sample(NamedTuple):
 
     Attributes:
         values: float64; ``rest`` is the magnitude of value less hi.
-        dtype, elements: of the whole parameter.
+        dtype, elements: dtype, and number of elements, of the whole parameter.
         change, mean, random: size of a step's update, and squares of its mean and of its random part.
+        moved: how far elements go, relative to the root of the mean square.
     """
 
     values: Tensor
@@ -70,6 +77,7 @@ class Sample(NamedTuple):
     change: float = 0.0
     mean: float = 0.0
     random: float = 0.0
+    moved: Tensor = torch.ones(())
 
 
 class _State(NamedTuple):
@@ -97,10 +105,12 @@ class Updates:
     _first_lr: float = 0.0
     _is_of_run: bool = False
 
-    def after_step(self, optimizer: Optimizer, subject: str, reports: Sequence[GraphReport]) -> None:
+    def after_step(self, optimizer: Optimizer, backend: Any) -> None:
         """Take a sample after some steps of the run; warn, once, if the predicted error is too large."""
-        self._steps += not self._is_of_run
-        if self._steps != TAKEN[len(self._taken)] or torch.cuda.is_current_stream_capturing():
+        self._steps += 1
+        if self._steps != TAKEN[len(self._taken)] or self._is_of_run:
+            return
+        if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
             return
         lr = _rate(optimizer, "lr")
         self._first_lr = self._first_lr if self._taken else lr
@@ -108,23 +118,24 @@ class Updates:
         if len(self._taken) == len(TAKEN):
             if 0 < lr <= self._first_lr:
                 self.of, self.lr, self._is_of_run = _updates(self._taken), lr, True
-                self._warn(subject, [graph for graph in reports if graph.subject == subject])
+                self._warn(backend.label([optimizer]), [*backend.reports])
             self._taken, self._steps = [], 0
 
-    def _warn(self, subject: str, graphs: Sequence[GraphReport]) -> None:
-        error = predicted_error(self, [row for graph in graphs for row in graph.tensors])
+    def _warn(self, subject: str, reports: Sequence[Any]) -> None:
+        graphs = [graph for graph in reports if graph.updates is self]
+        error = predicted_error(self, (row for graph in graphs for row in graph.tensors))
         if error is None or error <= TOO_LARGE:
             return
-        budgets = next((graph.budgets[1:] for graph in reversed(graphs) if graph.budgets), ())
+        used, *budgets = graphs[-1].budgets or (None,)
         better = enough(self, budgets or BUDGETS[::-1], TOO_LARGE)
         remedy = "no budget is enough for updates that small: use a larger learning rate, or float64"
         if better is not None:
             asked = f"bytes_per_parameter={math.ceil(better.bytes * 10) / 10:g}" if budgets else better
             remedy = f"collage_fx.install(optimizer, {asked})"
-        held = f" in {budgets and graphs[-1].budgets[0].bytes:.3g} bytes per parameter" if budgets else ""
+        held = f" in {used.bytes:.3g} bytes per parameter" if used else ""
         warnings.warn(
-            f"collage_fx: {subject}{held}: {self.described(error)}. Its formats have too few bits for updates "
-            f"that small\n  what to do: {remedy}",
+            f"collage_fx: {subject}{held}: {self.described(error)} Its formats have too few bits "
+            f"for such updates.\n  what to do: {remedy}",
             stacklevel=4,
         )
 
@@ -135,13 +146,18 @@ class Updates:
         made = "this run's updates" if self._is_of_run else "updates of a trial"
         shown = f"{error:.2g}" if error >= 1e-4 else "less than 0.0001"
         return (
-            f"predicted error of the weights after {STEPS} steps: {shown} of the way that they go in float64, "
-            f"for weights of size {size:.2g}, lr {self.lr:g} and {made}"
+            f"Predicted error of the weights after {STEPS} steps: {shown} of the way that they go in "
+            f"float64, for weights of size {size:.2g}, lr {self.lr:g} and {made}."
         )
 
 
+def known_updates(optimizers: Iterable[Optimizer]) -> Updates | None:
+    """Return the updates of the first of some optimizers that has a place for them."""
+    return next(filter(None, (records.find(each, Updates) for each in optimizers)), None)
+
+
 def try_updates(optimizer: Optimizer) -> Updates:
-    """Return an optimizer's updates; if there are none yet, those of a trial of a copy.
+    """Return an optimizer's updates; if none are known yet, try a copy of the optimizer.
 
     They stay unknown if the learning rate is 0, if they depend on the size of gradients and a parameter has
     no gradient, or if a float64 copy cannot be stepped.
@@ -175,7 +191,9 @@ def predicted_error(updates: Updates, rows: Iterable[TensorReport]) -> float | N
             if share.is_number and 0 < share < 1:
                 is_of_squares = bool(row.expression.atoms(sympy.Pow))
                 states[row.symbol] = _State(fmt, float(share), is_of_squares, row.is_repaid)
-    return _predicted([(s, weights[name]) for name, s in updates.of.items() if name in weights], states.values())
+    return _predicted(
+        [(s, weights[name]) for name, s in updates.of.items() if name in weights], states.values()
+    )
 
 
 def enough(updates: Updates | None, budgets: Sequence[Budget], most: float = ENOUGH) -> Budget | None:
@@ -188,7 +206,8 @@ def enough(updates: Updates | None, budgets: Sequence[Budget], most: float = ENO
         if each.strategy == "light":  # bfloat16 in place of state that is not packed
             states = [_State(PACKED_FORMATS[each.state or "bf16"][1], 0.999, is_of_squares=True)]
         fmt = ERROR_FORMATS[each.error_format]
-        error = _predicted([(s, fmt) for s in updates.of.values()], states) if updates else None
+        with real_tensors():  # a step may be traced now
+            error = _predicted([(s, fmt) for s in updates.of.values()], states) if updates else None
         if (each.error_format == "exact") if error is None else error <= most:
             return each
     return None
@@ -198,12 +217,13 @@ def _predicted(known: Sequence[tuple[Sample, ErrorFormat]], states: Iterable[_St
     wrong = whole = steps = 0.0
     for sample, fmt in known:
         values, drift, way = sample.values, STEPS * math.sqrt(sample.mean), _way({"": sample}) ** 2
-        # On average, half an ulp is .72 u of a value. An error term is anywhere below, or as far as updates go.
+        # Half an ulp is .72 u of a value on average. Error terms are anywhere below, or as far as updates.
         most = 0.72 * float(storage_format(sample.dtype).unit_roundoff)
-        places = torch.linspace(0, 1, values.numel(), device=values.device).reshape(values.shape)
-        rest = torch.maximum(sample.rest, (values.abs() * most).clamp(max=drift) * places)
-        spacing = fmt.spacing(values, rest, sample.dtype)
+        times = torch.linspace(0, 1, 8, device=values.device).reshape(-1, *[1] * values.dim())
+        reached = (values.abs() * most).minimum(drift * sample.moved)
+        spacing = fmt.spacing(values, torch.maximum(sample.rest, reached * times), sample.dtype)
         lost, variance = fmt.noise(sample.change / spacing)
+        lost = lost.mean(0) * sample.moved
         noise = float((spacing.square() * variance).mean())
         wrong += float(lost.square().mean()) * way + sample.elements * STEPS * noise
         whole += way
@@ -233,13 +253,16 @@ def _trial(optimizer: Optimizer, samples: dict[str, Sample], size: float) -> dic
         group["lr"] = max(float(group.get("lr") or 0), float(group.get("initial_lr") or 0))
     generator = torch.Generator().manual_seed(0)
     drawn = {name: torch.randn(TAKEN[-1] + 1, *p.shape, generator=generator) for name, p in small.items()}
-    taken = []
-    for step in range(1, TAKEN[-1] + 1):
+    taken, step = [], inspect.unwrap(type(clone).step)  # without the hooks of all optimizers
+    for i in range(1, TAKEN[-1] + 1):
         for name, p in small.items():
-            p.grad = ((drawn[name][step] + 0.3 * drawn[name][0]) * size / math.hypot(1, 0.3)).to(p)
-        type(clone).step(clone)
-        if step in TAKEN:
-            taken.append({name: samples[name]._replace(values=p.detach().clone()) for name, p in small.items()})
+            p.grad = ((drawn[name][i] + 0.3 * drawn[name][0]) * size / math.hypot(1, 0.3)).to(p)
+        with torch.no_grad():
+            step(clone)
+        if i in TAKEN:
+            taken.append(
+                {name: samples[name]._replace(values=p.detach().clone()) for name, p in small.items()}
+            )
     return _updates(taken)
 
 
@@ -268,9 +291,11 @@ def _updates(taken: Sequence[dict[str, Sample]]) -> dict[str, Sample]:
         if len(values) == len(taken) and len({each.shape for each in values}) == 1:
             early, late = values[1] - values[0], values[4] - values[2]
             mean = max(0.0, float((early * late).mean())) / part**2
-            random = float((values[4] - values[0]).square().mean()) / whole - whole * mean
-            change = float((values[4] - values[3]).abs().mean())
-            found[name] = last._replace(change=change, mean=mean, random=max(0.0, random))
+            moved = (values[4] - values[0]).abs()
+            square, change = float(moved.square().mean()), float((values[4] - values[3]).abs().mean())
+            random = max(0.0, square / whole - whole * mean)
+            moved /= math.sqrt(square) or 1.0
+            found[name] = last._replace(change=change, mean=mean, random=random, moved=moved)
     return found
 
 

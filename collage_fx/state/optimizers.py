@@ -239,8 +239,8 @@ def clone_of(optimizer: Optimizer, replaced: Mapping[int, Any] | None = None) ->
         optimizer: the optimizer.
         replaced: ``id`` of an object -> what the copy has in its place.
     """
-    memo = dict(replaced or {})
     clone = object.__new__(type(optimizer))
+    memo = {id(optimizer): clone, **(replaced or {})}  # an attribute may lead back to the optimizer
     for name, value in without_own_methods(vars(optimizer).items()).items():
         if name.startswith("_optimizer_") and isinstance(value, dict):
             vars(clone)[name] = OrderedDict()

@@ -37,6 +37,7 @@ from collage_fx.graph import Role
 from collage_fx.install import install
 from collage_fx.numerics import STORAGE_FORMATS
 from collage_fx.options import GivenOptions, refuse_unknown
+from collage_fx.report import try_updates
 from collage_fx.state import bytes_held, full_value, known_tensors
 from collage_fx.state.error_terms import error_terms
 from collage_fx.torch_compat import conversions, forget_counts, recompile_reasons
@@ -96,6 +97,7 @@ class Measurement:
         decay_single, decay: shares of float64's weight decay that float32 and compensated low precision
             apply in steps without gradients; None without weight decay.
         bytes: bytes of parameters, state and error terms at the end, per element of the parameters.
+        predicted: predicted error after more steps, and sizes of weights and updates; empty if not known.
         recompiles: reasons of recompilations that Dynamo gave.
         routes: routes of the graphs through the compiler: captured or recorded, by family or not.
     """
@@ -115,6 +117,7 @@ class Measurement:
     decay_single: float | None = None
     decay: float | None = None
     bytes: float | None = None
+    predicted: str = ""
     recompiles: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     routes: list[str] = field(default_factory=list)
@@ -158,6 +161,7 @@ class Audit:
         lines += _listed("packed", (name for each in every for name in each.packed))
         lines += _listed("without", (f"{name}: {why}" for each in every for name, why in each.left))
         lines += _listed("route", (route for each in every for route in each.routes))
+        lines += _listed("predicted", (each.predicted for each in every if each.predicted))
         lines += _listed("notes", (note for each in every for note in (each.reason, *each.notes) if note))
         return "\n".join([*lines, "", f"Verdict: {self.verdict}"])
 
@@ -453,6 +457,7 @@ def _compiled_displacement(trial: Trial, measured: Measurement) -> Tensor | None
     except Exception as error:  # any exception is a result of the audit
         measured.outcome, measured.reason = FAILED, _message(error)
     count()  # also if a step raised
+    try_updates(optimizer)
     measured.graphs, measured.compilations = graphs[0], graphs[-1]
     measured.late = compiled[-1] - compiled[trial.steps // 2 - 1] if len(compiled) > trial.steps else 0
     measured.recompiles = recompile_reasons()
@@ -469,7 +474,9 @@ def _compiled_displacement(trial: Trial, measured: Measurement) -> Tensor | None
 
 
 def _describe_state(backend: CollageBackend, measured: Measurement) -> None:
-    for tensor in backend.report().tensors:
+    report = backend.report()
+    measured.predicted = " ".join(report.predictions())
+    for tensor in report.tensors:
         slot = re.sub(r"^param_groups\[\d+\]\.params\[\d+\]\.?", "", tensor.name) or "parameter"
         if tensor.compensated:
             measured.compensated.append(slot)

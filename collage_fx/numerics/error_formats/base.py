@@ -259,20 +259,20 @@ class ErrorFormat(ABC):
         return _power_of_two(value) * max(relative, least) + value.abs() * float(2 * bound.of_largest)
 
     def noise(self, change: Tensor) -> tuple[Tensor, Tensor]:
-        """Return what is lost of changes, as a share, and the variance of an error, in squared spacings.
+        """Return the share of a step's changes that a store loses, and the variance of its error.
 
-        To nearest, a change u that varies from step to step by its own size s is lost but for its round(u).
-        The mean of that has the derivative 1 - 2 exp(-2 pi**2 s**2) + ..., by Poisson's sum. Dither loses
-        nothing. Its error is that of a coin that comes up with probability s where s is small, a third of
-        whose variance the phases leave; and else 1/12 to 1/6, as phases differ from step to step.
+        Dither loses nothing. If changes are a small part s of a spacing, its variance is that of a coin,
+        s (1 - s), of which the phases leave a third; if they differ from step to step, it is 1/12 to 1/6. To
+        nearest, changes with a normal distribution of deviation s lose ``2 exp(-2 (pi s)**2)`` of their mean:
+        one less the slope of the mean of ``round(x)``, by Poisson's sum.
 
         Args:
-            change: size of a step's changes, in spacings.
+            change: mean magnitude of a change, in spacings; the variance is in squared spacings.
         """
         if self.is_dithered:
             return torch.zeros_like(change), (0.32 * change).clamp(max=0.13)
-        lost = (2 * torch.exp(-2 * math.pi**2 * change.square())).clamp(max=1)
-        return lost, change.square().clamp(max=1 / 12)
+        square = change.square() * (math.pi / 2)  # of the deviation of a normal change
+        return (2 * torch.exp(-2 * math.pi**2 * square)).clamp(max=1), square.clamp(max=1 / 12)
 
     def zeros(self, hi: Tensor) -> list[Tensor]:
         """Return the inputs of ``store`` behind hi for a tensor that is exactly hi."""
