@@ -805,14 +805,12 @@ class Compilation:
             self.budgets = self._budgets_for_part(program, limit)
             return self.budgets[0].applied_to(program)
         budgets = budgets_for(program, self.options.passes)
-        if isinstance(limit, str):
-            limit = (enough(known_updates(self.optimizers.values()), budgets) or budgets[-1]).bytes
         records = [None if info.tensor is None else record_of(info.tensor) for info in program.infos]
         held = {found.format.name for found in records if found is not None and found.format.keeps_error}
         if held and not self.optimizers:  # a function beside the steps, which have chosen
             budgets = [budget for budget in budgets if budget.error_format in held] or budgets
-            limit = max(limit, budgets[0].bytes)
-        self.budgets = best_budget(budgets, limit), *budgets
+            limit = budgets[0].bytes if isinstance(limit, str) else max(limit, budgets[0].bytes)
+        self.budgets = self._best_budget(budgets, limit), *budgets
         for optimizer in self.optimizers.values():
             known = self.backend.budgets.get(optimizer, self.budgets)
             # Most optimizers make their state in the first step, which holds less.
@@ -833,13 +831,19 @@ class Compilation:
         values = map(tensor_value, filter(is_low_precision_tensor, placeholders(program.gm.graph)))
         dtype = next((value.dtype for value in values if value is not None), torch.bfloat16)
         budgets = budgets_for_parts(dtype, self.options.passes)
-        if isinstance(limit, str):
-            limit = (enough(known_updates(self.optimizers.values()), budgets) or budgets[-1]).bytes
+        if not isinstance(limit, str):
+            limit = max(limit, budgets[0].bytes)
         known = self.backend.budgets
         before = [known[optimizer][0] for optimizer in self.optimizers.values() if optimizer in known]
         terms = {(budget.strategy, budget.error_format) for budget in before}
         as_before = [budget for budget in budgets if (budget.strategy, budget.error_format) in terms]
-        return (as_before or [best_budget(budgets, max(limit, budgets[0].bytes))])[0], *budgets
+        return (as_before or [self._best_budget(budgets, limit)])[0], *budgets
+
+    def _best_budget(self, budgets: Sequence[Budget], limit: float | str) -> Budget:
+        """Return the most precise budget within a limit, or the smallest that is predicted to be enough."""
+        if not isinstance(limit, str):
+            return best_budget(budgets, limit)
+        return enough(known_updates(self.optimizers.values()), budgets) or budgets[-1]
 
     def _refuse_other_error_terms(self, infos: Sequence[InputInfo], error_format: ErrorFormat) -> None:
         """Raise for error terms that this backend cannot keep up to date."""

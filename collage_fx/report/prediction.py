@@ -43,15 +43,15 @@ from collage_fx.numerics import (
     is_low_precision,
     storage_format,
 )
-from collage_fx.options.budgets import BUDGETS, Budget
+from collage_fx.options.budgets import Budget
 from collage_fx.report.tensors import TensorReport
 from collage_fx.state import clone_of, host_twin, parameter_names, record_of
 from collage_fx.torch_compat import local_tensor, real_tensors, records
 
 log = logging.getLogger("collage_fx")
 
-#: Steps after which an error is predicted; the error that is warned of; the largest for "auto".
-STEPS, TOO_LARGE, ENOUGH = 600, 0.05, 0.02
+#: Steps after which an error is predicted. Errors: warned of from, up to for "auto", and shown from.
+STEPS, TOO_LARGE, ENOUGH, SHOWN = 600, 0.05, 0.02, 1e-4
 
 #: Largest number of tensors in a sample, and of elements of each, about.
 TENSORS, ELEMENTS = 8, 2048
@@ -127,10 +127,14 @@ class Updates:
         if error is None or error <= TOO_LARGE:
             return
         used, *budgets = graphs[-1].budgets or (None,)
-        better = enough(self, budgets or BUDGETS[::-1], TOO_LARGE)
+        better = enough(self, budgets or [Budget("plus", "exact")], TOO_LARGE)
         remedy = "no budget is enough for updates that small: use a larger learning rate, or float64"
         if better is not None:
-            asked = f"bytes_per_parameter={math.ceil(better.bytes * 10) / 10:g}" if budgets else better
+            asked = (
+                f"bytes_per_parameter={math.ceil(better.bytes * 10) / 10:g}"
+                if budgets
+                else "error_format='exact'"
+            )
             remedy = f"collage_fx.install(optimizer, {asked})"
         held = f" in {used.bytes:.3g} bytes per parameter" if used else ""
         warnings.warn(
@@ -144,9 +148,8 @@ class Updates:
         count = sum(each.elements for each in self.of.values())
         size = math.sqrt(sum(s.elements * float(s.values.square().mean()) for s in self.of.values()) / count)
         made = "this run's updates" if self._is_of_run else "updates of a trial"
-        shown = f"{error:.2g}" if error >= 1e-4 else "less than 0.0001"
         return (
-            f"Predicted error of the weights after {STEPS} steps: {shown} of the way that they go in "
+            f"Predicted error of the weights after {STEPS} steps: {error:.2g} of the way that they go in "
             f"float64, for weights of size {size:.2g}, lr {self.lr:g} and {made}."
         )
 
@@ -166,13 +169,14 @@ def try_updates(optimizer: Optimizer) -> Updates:
     lr = max(_rate(optimizer, "lr"), _rate(optimizer, "initial_lr"))
     if found.of or not lr > 0:
         return found
-    samples, found.lr = _samples(optimizer), lr
-    gradients = [p.grad for name, p in parameter_names(optimizer) if name in samples]
-    known = [local_tensor(g).double().square().mean().sqrt() for g in gradients if g is not None]
-    size = float(torch.stack(known).mean()) if known else 1.0
     try:
+        samples, found.lr = _samples(optimizer), lr
+        gradients = [p.grad for name, p in parameter_names(optimizer) if name in samples]
+        known = [float(local_tensor(g.to_dense()).double().norm()) for g in gradients if g is not None]
+        elements = sum(g.numel() for g in gradients if g is not None)
+        size = math.hypot(*known) / math.sqrt(elements) if any(known) else 1.0
         tried = _trial(optimizer, samples, size)
-        if known or _way(tried) < 2 * _way(_trial(optimizer, samples, size / 16)):
+        if any(known) or _way(tried) < 2 * _way(_trial(optimizer, samples, size / 16)):
             found.of = tried
     except Exception as error:  # any exception of an optimizer that does not take these gradients
         log.info("%s: no error is predicted: %s", type(optimizer).__name__, error)

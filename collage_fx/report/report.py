@@ -10,7 +10,7 @@ from pathlib import Path
 from collage_fx.graph import Route
 from collage_fx.metrics import Metrics
 from collage_fx.report.graphs import GraphReport
-from collage_fx.report.prediction import Updates, predicted_error
+from collage_fx.report.prediction import SHOWN, Updates, predicted_error
 from collage_fx.report.tables import BUDGET_CAPTION, TEXT_WIDTH, budget_table, section, summary_line
 from collage_fx.report.tensors import TensorReport, bytes_per_parameter
 
@@ -75,8 +75,8 @@ class CollageReport:
         return max((error for error, _ in self._predictions()), default=None)
 
     def predictions(self) -> list[str]:
-        """Describe the predicted error of each optimizer, and the sizes that it follows from."""
-        return [updates.described(error) for error, updates in self._predictions()]
+        """Describe the predicted errors of optimizers from 0.0001 on, and the sizes that they follow from."""
+        return [updates.described(error) for error, updates in self._predictions() if error >= SHOWN]
 
     def _predictions(self) -> Iterator[tuple[float, Updates]]:
         for subject, rows in self.by_subject().items():

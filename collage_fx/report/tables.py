@@ -61,11 +61,13 @@ BUDGET_CAPTION = "Budgets: each row is more precise than the rows above it, as d
 def budget_table(budgets: Sequence[Budget], style: str) -> str:
     """Make the table of budgets for a step, with an arrow at the budget that is used.
 
-    Budgets that take no fewer bytes than a more precise one are left out. ``budgets`` are the one that is
-    used, then all, the smallest first; ``style`` is a table format of tabulate.
+    Other budgets that take no fewer bytes than a more precise one are left out. ``budgets`` are the one that
+    is used, then all, the smallest first; ``style`` is a table format of tabulate.
     """
     used, *others = budgets
-    cells = [["→" if each == used else "", str(each), f"{each.bytes:.4g}"] for each in frontier(others)]
+    shown = [*frontier(others)]
+    rows = [each for each in others if each in shown or each == used]
+    cells = [["→" if each == used else "", str(each), f"{each.bytes:.4g}"] for each in rows]
     headers, aligned = ("", "options", "bytes per parameter"), ("left", "left", "right")
     return tabulate(cells, headers, tablefmt=style, colalign=aligned, disable_numparse=True)
 
