@@ -499,8 +499,8 @@ class Compilation:
 
     def _note_of_decay(self, program: StepProgram) -> str:
         """Return the note on a weight decay that float32 cannot apply, and on whether this step does."""
-        parameters = (state.recurrence for state in program.states if state.info.role is Role.PARAMETER)
-        slopes = (slope for each in parameters for slope in each.slopes if slope.is_number)
+        parameters = [state for state in program.states if state.info.role is Role.PARAMETER]
+        slopes = (slope for each in parameters for slope in each.recurrence.slopes if slope.is_number)
         decays = {decay for slope in slopes if 0 < (decay := float(1 - slope)) < 0.5}
         rounded = ((decay, 1 - float(torch.tensor(1 - decay, dtype=torch.float32))) for decay in decays)
         wrong = [(decay, applied) for decay, applied in rounded if abs(applied - decay) > decay / 10]
@@ -509,10 +509,14 @@ class Compilation:
         decay, applied = min(wrong)
         is_summed = (program.arithmetic, program.changes) == ("wide", "summed")
         is_applied = is_summed and program.strategy != "none"
+        wide = next((state.info.name for state in parameters if state.is_float32), "")
+        # A float32 sum is rounded to nearest: what is below half a unit in the last place is lost.
+        is_lost = wide and decay < 2**-24
+        but_not = f", but little or nothing of it to float32 parameters, such as {wide}" if is_lost else ""
         return (
             f"{self.subject}: its weight decay is {decay:.3g} in a step (lr * weight_decay). With float32 "
             f"weights, or float32 master weights, it would be {applied:.3g}. "
-            + ("Here it is applied." if is_applied else "So it is here: it needs changes='summed'.")
+            + (f"Here it is applied{but_not}." if is_applied else "So it is here: it needs changes='summed'.")
         )
 
     def _reason_to_leave_alone(self, graph: _Traced) -> str | None:
