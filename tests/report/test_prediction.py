@@ -133,7 +133,7 @@ def test_auto_is_instead_of_other_options() -> None:
 
 
 def test_a_decay_that_float32_parameters_lose_is_told_with_their_name() -> None:
-    """1e-8 a step is below half a unit in the last place: none is applied, as docs/beyond-fp32.md measures."""
+    """1e-8 a step is below half a unit in the last place. docs/beyond-fp32.md measures it."""
     weights = torch.nn.Parameter(torch.randn(64, 64))
     for lr, is_lost in ((1e-6, True), (1e-5, False)):
         optimizer = torch.optim.AdamW([("w", weights)], lr=lr, weight_decay=0.01)
