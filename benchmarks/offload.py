@@ -19,7 +19,7 @@ from tabulate import tabulate
 from torch import Tensor
 
 from benchmarks.table import put_between
-from collage_fx.install import InstallOptions
+from collage_fx.installation import InstallOptions
 from collage_fx.state import bytes_held
 from collage_fx.wings.offload import Link, Offload
 

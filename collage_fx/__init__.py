@@ -1,14 +1,11 @@
 """collage_fx: a torch.compile backend that makes any PyTorch optimizer precise in pure low precision."""
 
+import functools
 import importlib
 import sys
 from typing import TYPE_CHECKING, Any
 
-if TYPE_CHECKING:
-    from collage_tools.checkup import checkup
-    from collage_tools.gpu_code import gpu_code
-
-_is_reloaded = "_complete" in vars()
+from collage_fx.torch_compat.first_use import at_first_use, is_used
 
 __version__ = "0.1.0"
 
@@ -52,51 +49,21 @@ __all__ = [
     "uninstall",
 ]
 
-#: Names that are imported when they are first used, and their modules.
-_AT_FIRST_USE = {"checkup": "collage_tools.checkup", "gpu_code": "collage_tools.gpu_code"}
+#: Names of tools -> their modules, which are imported when a tool is first used.
+_TOOLS = {"checkup": "collage_tools.checkup", "gpu_code": "collage_tools.gpu_code"}
 
-
-if not TYPE_CHECKING:  # for which any name would be there
-
-    def __getattr__(name: str) -> Any:
-        """Import a name of a tool."""
-        if name not in _AT_FIRST_USE:
-            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-        found = globals()[name] = getattr(importlib.import_module(_AT_FIRST_USE[name]), name)
-        return found
-
-
-def __dir__() -> list[str]:
-    return sorted({*globals(), *_AT_FIRST_USE})
-
-
-def _starts_command_line() -> bool:
-    """Return whether Python starts ``collage-fx`` or ``python -m collage_fx``: its help needs no torch."""
-    program = sys.argv[0].replace("\\", "/").rpartition("/")[2] if sys.argv else ""
-    return program.partition(".")[0] == "collage-fx" or (program == "-m" and __name__ in sys.orig_argv)
-
-
-def _complete() -> None:
-    """Import everything below, in the command line when a command runs; other programs do at once."""
-    if "CollageBackend" not in globals():
-        importlib.reload(sys.modules[__name__])
-
-
-if _is_reloaded or not _starts_command_line():
+if TYPE_CHECKING or is_used(__name__):  # Note [First use] in torch_compat/first_use.py
     from collage_fx import optim
     from collage_fx.backend import CollageBackend, backend_for, collage_backend
     from collage_fx.errors import CollageError
-    from collage_fx.install import backend_of, install, uninstall
+    from collage_fx.installation import backend_of, install, uninstall
     from collage_fx.report import CollageReport
-    from collage_fx.state.checkpoint import install as _install_checkpoint_support
     from collage_fx.state.checkpoint import plain_state_dict
     from collage_fx.state.error_terms import assign, error_terms, full_value, reset_error_terms
     from collage_fx.state.full_state import full_state_dict, load_full_state_dict, save_full_state_dict
     from collage_fx.state.replaced_state import move_state
-    from collage_fx.state.replaced_state import wrap_module_loading as _wrap_module_loading
     from collage_fx.tools.audit import audit
     from collage_fx.tools.explain import explain
-    from collage_fx.torch_compat.patch_averages import install as _install_averaging_support
     from collage_fx.wings.conversion import Conversion, convert
     from collage_fx.wings.full_precision import FullPrecisionForward, full_precision_forward
     from collage_fx.wings.gradient_release import GradientRelease, step_in_backward
@@ -111,6 +78,53 @@ if _is_reloaded or not _starts_command_line():
         save_changes,
     )
 
-    _install_checkpoint_support()
-    _wrap_module_loading()
-    _install_averaging_support()
+if TYPE_CHECKING:
+    from collage_tools.checkup import checkup
+    from collage_tools.gpu_code import gpu_code
+else:  # for a type checker any name would be there
+    _import_all = at_first_use(__name__)
+
+    def __getattr__(name: str) -> Any:
+        """Import a tool, or all other names."""
+        if name not in _TOOLS:
+            return _import_all(name)
+        found = globals()[name] = getattr(importlib.import_module(_TOOLS[name]), name)
+        return found
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
+
+
+#: Function that imports all names now, as the first use of one does.
+_complete = functools.partial(getattr, sys.modules[__name__], "install")
+
+
+def _starts_command_line() -> bool:
+    """Return whether Python starts ``collage-fx`` or ``python -m collage_fx``: its help needs no torch."""
+    program = sys.argv[0].replace("\\", "/").rpartition("/")[2] if sys.argv else ""
+    return program.partition(".")[0] == "collage-fx" or (program == "-m" and __name__ in sys.orig_argv)
+
+
+def _packed_tensor(*saved: Any) -> Any:
+    """Make a packed tensor of the contents of a file, for ``torch.load``."""
+    return importlib.import_module("collage_fx.state.error_terms").packed_tensor(*saved)
+
+
+def _act_early() -> None:
+    """Set the hooks that have to act before a name is used: Note [First use]."""
+    from torch.serialization import add_safe_globals
+
+    from collage_fx.torch_compat.patch_averages import install as install_averages
+    from collage_fx.torch_compat.patch_steps import before_first_eager_step
+    from collage_fx.torch_compat.version import check_version
+
+    check_version()
+    install_averages()
+    before_first_eager_step(_complete)
+    rooms = "state", "runtime"  # the latter in files of earlier versions
+    add_safe_globals([(_packed_tensor, f"collage_fx.{room}.error_terms.packed_tensor") for room in rooms])
+
+
+if is_used(__name__) or not _starts_command_line():
+    _act_early()

@@ -45,7 +45,7 @@ class Normalize(Pass):
 
     def run(self, program: StepProgram) -> str:
         editor = GraphEditor(program.gm, self.name)
-        unpacked = sum(_unpack_foreach(editor, node) for node in list(editor.graph.nodes))
+        lists = sum(_unpack_foreach(editor, node) for node in list(editor.graph.nodes))
         opened = sum(_open_composite(editor, node) for node in list(editor.graph.nodes))
         opened += sum(_open_matrix_sum(editor, node) for node in list(editor.graph.nodes))
         opened += sum(_open_outer_product(editor, node) for node in list(editor.graph.nodes))
@@ -56,7 +56,7 @@ class Normalize(Pass):
             _choose_constant_branch(editor, node)
             _forward_copy(editor, node)
         read_before_overwriting(editor)
-        return f"{opened} composite and {unpacked} foreach operations opened"
+        return f"{opened} composite and {lists} foreach operations opened"
 
 
 def _keep_as_tensor(editor: GraphEditor, node: Node) -> None:

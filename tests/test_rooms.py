@@ -63,7 +63,7 @@ LAW: dict[str, set[str]] = {
 }
 LAW["report"] |= {"choices"}
 LAW["backend"] = {*LAW} - {"passes"}
-LAW["install"] = {*LAW} - {"passes"}
+LAW["installation"] = {*LAW} - {"passes"}
 LAW["wings.gradient_release"] = {*LAW} - {"passes"}
 LAW["wings.offload"] = {*LAW} - {"passes"}
 LAW["wings.conversion"] = {
@@ -74,7 +74,7 @@ LAW["wings.conversion"] = {
     "state",
     "options",
     "backend",
-    "install",
+    "installation",
 }
 LAW["wings.weight_changes"] = {"choices", "torch_compat", "errors", "codegen", "state"}
 LAW["wings.full_precision"] = {"torch_compat", "numerics", "errors", "graph", "state"}
@@ -513,8 +513,8 @@ ASSIGNED = {
     ("torch_compat/patch_steps.py", "cell.cell_contents"): "OWN_STEPS",
     ("torch_compat/patch_steps.py", "setattr"): "a mark on the switch of OWN_STEPS",
     ("torch_compat/own_steps.py", "setattr"): "a mark on a function of ours",
-    ("install.py", "cls.__init__"): "of a class that the user has asked to change",
-    ("install.py", "cell.cell_contents"): "of a wrapper's function that holds the step of before",
+    ("installation.py", "cls.__init__"): "of a class that the user has asked to change",
+    ("installation.py", "cell.cell_contents"): "of a wrapper's function that holds the step of before",
     ("torch_compat/fully_sharded.py", "tensor.data"): "of a tensor that is converted, as is asked for",
     ("torch_compat/fully_sharded.py", "setattr"): "likewise, the shard of a DTensor",
     ("wings/gradient_release.py", "p.grad"): "of small parameters of its own",
@@ -523,7 +523,7 @@ ASSIGNED = {
     ("wings/offload.py", "twin.grad"): "of a parameter of our own",
     ("wings/offload.py", "twin.grad_dtype"): "of a parameter of our own",
     ("optim/__init__.py", "__init__.__signature__"): "of a function of ours",
-    ("install.py", "setattr"): "a mark on a function of ours",
+    ("installation.py", "setattr"): "a mark on a function of ours",
     ("capture/watch.py", "parameter.grad"): "the same memory in another tensor, while Dynamo traces",
     ("tools/audit.py", "parameter.grad"): "of parameters that the audit has made",
     ("collage_tools/cli.py", "p.grad"): "of parameters that the command has made",

@@ -767,8 +767,6 @@ def _optimizers_of(function: Any) -> list[Optimizer]:
 
 def _before_eager_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     """Record, check or report a step that is about to run eagerly: a hook of all optimizers."""
-    if torch.compiler.is_compiling():  # Dynamo traces this
-        return
     if is_recording() or is_recorded(optimizer):
         return
     requested = records.find(optimizer, _Requested)

@@ -10,7 +10,7 @@ from typing_extensions import Unpack
 
 from collage_fx.choices import takes_options
 from collage_fx.errors import InvalidOptionError
-from collage_fx.install import InstallOptions, join
+from collage_fx.installation import InstallOptions, join
 from collage_fx.wings.gradient_release import step_in_backward
 
 __all__ = ["prepare"]

@@ -11,7 +11,7 @@ from torchtitan.components.optimizer.utils import init_optim_state, load_flat_op
 from typing_extensions import Unpack
 
 from collage_fx.choices import takes_options
-from collage_fx.install import backend_of, install
+from collage_fx.installation import backend_of, install
 from collage_fx.options import GivenOptions
 from collage_fx.state import load_flat
 

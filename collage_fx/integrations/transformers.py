@@ -16,7 +16,7 @@ from typing_extensions import Unpack
 from collage_fx.backend import CollageBackend
 from collage_fx.choices import takes_options
 from collage_fx.errors import CheckpointMismatchError
-from collage_fx.install import inner_optimizers, join, kept_backend
+from collage_fx.installation import inner_optimizers, join, kept_backend
 from collage_fx.options import GivenOptions
 from collage_fx.wings.gradient_release import step_in_backward
 

@@ -29,7 +29,7 @@ from torch.optim import Optimizer
 
 from collage_fx.backend import CollageBackend
 from collage_fx.errors import InvalidOptionError, UnsupportedOptimizerError
-from collage_fx.install import install
+from collage_fx.installation import install
 from collage_fx.torch_compat import ORIGINAL
 
 #: An import of ``collage_fx.optim.torch`` makes the name torch in this module another module.

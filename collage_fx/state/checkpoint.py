@@ -106,6 +106,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.utils.weak import TensorWeakRef
 
+import collage_fx
 from collage_fx.errors import CheckpointMismatchError, warn
 from collage_fx.graph import Role
 from collage_fx.numerics import (
@@ -124,7 +125,6 @@ from collage_fx.state.error_terms import (
     has_error_terms,
     memory_of_records,
     note_new,
-    packed_tensor,
     record_of,
     reset_error_terms,
 )
@@ -265,14 +265,6 @@ class PickledWider:
     name: str
     tensor: Tensor
     wider: Tensor
-
-
-def install() -> None:
-    """Make flat state dicts keep error terms, and make a function that files name known to ``torch.load``."""
-    wrap_flat_states(_unflattening)
-    torch.serialization.add_safe_globals(
-        [packed_tensor, (packed_tensor, "collage_fx.runtime.error_terms.packed_tensor")]
-    )
 
 
 def note_compiled(optimizer: Optimizer) -> None:
@@ -494,6 +486,7 @@ def _for_files(values: Mapping[str, Any]) -> StateDict:
 
 def _give_along(optimizer: Optimizer, along: Mapping[str, Any]) -> None:
     """Restore the values of :func:`carry_along`."""
+    collage_fx._complete()  # a pickle may be the first use of the library: now all are registered
     for name, (_, restore) in _carried_along.items():
         if (value := along.get(name)) is not None:
             restore(optimizer, value)
@@ -667,6 +660,9 @@ def _unflattening(unflatten: Callable[..., StateDict]) -> Callable[..., StateDic
         return unflattened
 
     return with_error_terms
+
+
+wrap_flat_states(_unflattening)
 
 
 def plain_state_dict(state_dict: Mapping[str, Any]) -> StateDict:

@@ -325,11 +325,6 @@ def _settle_read(tensor: Tensor) -> None:
 settle_before_reading(_settle_read)
 
 
-def wrap_module_loading() -> None:
-    """Wrap ``Module.load_state_dict``."""
-    wrap_loading_of_modules(_with_claims)
-
-
 def _with_claims(load_state_dict: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap ``Module.load_state_dict``: error terms are kept beside the values of the last step alone."""
 
@@ -342,6 +337,9 @@ def _with_claims(load_state_dict: Callable[..., Any]) -> Callable[..., Any]:
         return load_state_dict(self, *args, **kwargs)
 
     return with_claims
+
+
+wrap_loading_of_modules(_with_claims)
 
 
 def _hi_of_last_step(tensor: Tensor) -> Tensor:

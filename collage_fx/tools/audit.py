@@ -34,7 +34,7 @@ from collage_fx.backend import CollageBackend
 from collage_fx.choices import AUDIT_STEPS, takes_options
 from collage_fx.errors import CollageError, InvalidOptionError
 from collage_fx.graph import Role
-from collage_fx.install import install
+from collage_fx.installation import install
 from collage_fx.numerics import STORAGE_FORMATS
 from collage_fx.options import GivenOptions, refuse_unknown
 from collage_fx.report import try_updates

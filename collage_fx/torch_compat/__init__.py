@@ -1,9 +1,9 @@
 """Everything that rests on torch's private interfaces, and so may differ from version to version.
 
 Supported: torch 2.11 and newer (tested on 2.11, 2.13 and 2.15). If a private name that a module imports has
-moved, the import reports it, with the versions that are known to work. Other changes in torch are reported
-when a step is compiled (:func:`misfits`), not by an AttributeError in the middle of a training run; if a
-change costs only time, ``collage-fx doctor`` alone reports it.
+moved, the first use of a name reports it, with the versions that are known to work. Other changes in torch
+are reported when a step is compiled (:func:`misfits`), not by an AttributeError in the middle of a training
+run; if a change costs only time, ``collage-fx doctor`` alone reports it.
 
 There is a module for each part of torch, which its docstring names. ``patching`` has the way to replace a
 function of torch; the modules ``patch_*`` replace functions in Dynamo, in Inductor, and outside of
@@ -12,181 +12,186 @@ compilations; ``patches`` is a list of all replacements.
 
 from __future__ import annotations
 
-from collage_fx.torch_compat.version import check_version, unknown_version
+from typing import TYPE_CHECKING
 
-check_version()
+from collage_fx.torch_compat.first_use import at_first_use, is_used
 
-try:
-    from torch._inductor import config as inductor_config
+if TYPE_CHECKING or is_used(__name__):
+    from collage_fx.torch_compat.version import unknown_version
 
-    from collage_fx.torch_compat.aot_autograd import (
-        DATA_ASSIGNMENTS,
-        aot_input_of,
-        boxed_call,
-        inputs_written,
-        needs_autograd,
-        remove_gradient_modes,
-        versions_to_increment,
-    )
-    from collage_fx.torch_compat.dynamo_trace import (
-        ConvertAgain,
-        Refused,
-        RunEagerly,
-        TraceWhole,
-        WeakBackend,
-        backend_being_traced_for,
-        backend_within,
-        conversions,
-        current_trace,
-        drop_code,
-        forget_counts,
-        is_in_dynamo,
-        recompile_reasons,
-        traced_frame_name,
-        traced_frame_variables,
-    )
-    from collage_fx.torch_compat.fake_tensors import (
-        FakeTensorMode,
-        SymbolicScope,
-        current_size,
-        decides_by_number,
-        decisions_by,
-        detect_fake_mode,
-        fake_like,
-        real_tensors,
-        symbol_source,
-        symbols_of,
-    )
-    from collage_fx.torch_compat.fully_sharded import (
-        gathers_other_dtype,
-        note_new_dtypes,
-        sharded_groups,
-        take_data,
-    )
-    from collage_fx.torch_compat.fused_updates import fused_operator, run_unfused, trace_unfused
-    from collage_fx.torch_compat.inductor import (
-        COMBINED_LAUNCHES,
-        FREEZES_NUMBERS,
-        InductorFault,
-        add_to_cache_key,
-        compile_with_inductor,
-        copy_cache_facts,
-        cpp_compilers,
-        functional_decompositions,
-        generated_code,
-        inductor_compile_as_it_is,
-        inductor_compile_inner,
-        inductor_faults,
-        innermost_callable,
-        mode_options,
-        note_generated_code,
-    )
-    from collage_fx.torch_compat.inductor_libraries import ADDRESS_OF_TENSOR, CFunction, load_cpp_library
-    from collage_fx.torch_compat.inductor_lowerings import (
-        pointwise_of,
-        register_block_lowerings,
-        register_placed_lowering,
-        register_pointwise_lowering,
-        register_realizing_lowering,
-    )
-    from collage_fx.torch_compat.optim_frames import (
-        ORIGINAL,
-        calls_compiled_function,
-        codes_of,
-        compiled_callables_on_the_stack,
-        compiled_callables_within,
-        is_being_stepped,
-        is_of_torch_optim,
-        is_step_of,
-        is_step_wrapper,
-        is_torchs_step,
-        is_traced_without_wrapper,
-        key_of_code,
-        optimizer_being_stepped,
-        original_class,
-        running_call,
-        true_step,
-        variables_on_the_stack,
-        wrapped_steps_on_the_stack,
-    )
-    from collage_fx.torch_compat.own_steps import (
-        has_foreign_step,
-        is_in_own_step,
-        note_true_step,
-        own_step,
-        remove_own_step,
-        set_own_step,
-        without_hooks,
-        without_own_step,
-    )
-    from collage_fx.torch_compat.patch_conversions import (
-        Watch,
-        compile_lock,
-        compiling,
-        dynamo_recompile_limit,
-        is_compiling_forbidden,
-        watch_conversions,
-    )
-    from collage_fx.torch_compat.patch_graph_breaks import GraphBreak
-    from collage_fx.torch_compat.patch_inductor import without_triton
-    from collage_fx.torch_compat.patch_numbers import BurnedIn
-    from collage_fx.torch_compat.patch_optimizers import (
-        Place,
-        ThinnedLists,
-        is_traced_whole,
-        restore_capturable,
-        thinned_lists,
-    )
-    from collage_fx.torch_compat.patch_steps import (
-        before_eager_steps,
-        reroute_step,
-        wrap_flat_states,
-        wrap_loading_of_modules,
-    )
-    from collage_fx.torch_compat.patches import PATCHES, misfits
-    from collage_fx.torch_compat.tensors import (
-        SET_GRAD_ENABLED,
-        OpOverload,
-        Sharding,
-        TorchDispatchMode,
-        base_of,
-        bytes_of,
-        disabled_torch_function,
-        distributed_like,
-        gradient_dtype,
-        guard_by_identity,
-        has_internal_overlap,
-        has_storage,
-        is_class_traced,
-        is_flattened,
-        is_held_by_torch,
-        is_wrapper,
-        local_tensor,
-        metadata_check,
-        offsets_of_shard,
-        pytree,
-        references_by_torch,
-        schema_of,
-        sharding_of,
-        start_of_shard,
-        storage_of,
-        version_of,
-        whole_tensor,
-        without_modes,
-        without_torch_function,
-        wrapper_subclass,
-    )
-    from collage_fx.torch_compat.triton_tables import (
-        ALIGNED_BYTES,
-        TRITON_HEAD,
-        TableKernel,
-        launch,
-        launches_of,
-        no_kernels_ahead,
-        on_device,
-        triton_decorator,
-        warp_size,
-    )
-    from collage_fx.torch_compat.version import OTHER_VERSIONS
-except (ImportError, AttributeError) as error:
-    raise unknown_version(error) from error
+    try:
+        from torch._inductor import config as inductor_config
+
+        from collage_fx.torch_compat.aot_autograd import (
+            DATA_ASSIGNMENTS,
+            aot_input_of,
+            boxed_call,
+            inputs_written,
+            needs_autograd,
+            remove_gradient_modes,
+            versions_to_increment,
+        )
+        from collage_fx.torch_compat.dynamo_trace import (
+            ConvertAgain,
+            Refused,
+            RunEagerly,
+            TraceWhole,
+            WeakBackend,
+            backend_being_traced_for,
+            backend_within,
+            conversions,
+            current_trace,
+            drop_code,
+            forget_counts,
+            is_in_dynamo,
+            recompile_reasons,
+            traced_frame_name,
+            traced_frame_variables,
+        )
+        from collage_fx.torch_compat.fake_tensors import (
+            FakeTensorMode,
+            SymbolicScope,
+            current_size,
+            decides_by_number,
+            decisions_by,
+            detect_fake_mode,
+            fake_like,
+            real_tensors,
+            symbol_source,
+            symbols_of,
+        )
+        from collage_fx.torch_compat.fully_sharded import (
+            gathers_other_dtype,
+            note_new_dtypes,
+            sharded_groups,
+            take_data,
+        )
+        from collage_fx.torch_compat.fused_updates import fused_operator, run_unfused, trace_unfused
+        from collage_fx.torch_compat.inductor import (
+            COMBINED_LAUNCHES,
+            FREEZES_NUMBERS,
+            InductorFault,
+            add_to_cache_key,
+            compile_with_inductor,
+            copy_cache_facts,
+            cpp_compilers,
+            functional_decompositions,
+            generated_code,
+            inductor_compile_as_it_is,
+            inductor_compile_inner,
+            inductor_faults,
+            innermost_callable,
+            mode_options,
+            note_generated_code,
+        )
+        from collage_fx.torch_compat.inductor_libraries import ADDRESS_OF_TENSOR, CFunction, load_cpp_library
+        from collage_fx.torch_compat.inductor_lowerings import (
+            pointwise_of,
+            register_block_lowerings,
+            register_placed_lowering,
+            register_pointwise_lowering,
+            register_realizing_lowering,
+        )
+        from collage_fx.torch_compat.optim_frames import (
+            ORIGINAL,
+            calls_compiled_function,
+            codes_of,
+            compiled_callables_on_the_stack,
+            compiled_callables_within,
+            is_being_stepped,
+            is_of_torch_optim,
+            is_step_of,
+            is_step_wrapper,
+            is_torchs_step,
+            is_traced_without_wrapper,
+            key_of_code,
+            optimizer_being_stepped,
+            original_class,
+            running_call,
+            true_step,
+            variables_on_the_stack,
+            wrapped_steps_on_the_stack,
+        )
+        from collage_fx.torch_compat.own_steps import (
+            has_foreign_step,
+            is_in_own_step,
+            note_true_step,
+            own_step,
+            remove_own_step,
+            set_own_step,
+            without_hooks,
+            without_own_step,
+        )
+        from collage_fx.torch_compat.patch_conversions import (
+            Watch,
+            compile_lock,
+            compiling,
+            dynamo_recompile_limit,
+            is_compiling_forbidden,
+            watch_conversions,
+        )
+        from collage_fx.torch_compat.patch_graph_breaks import GraphBreak
+        from collage_fx.torch_compat.patch_inductor import without_triton
+        from collage_fx.torch_compat.patch_numbers import BurnedIn
+        from collage_fx.torch_compat.patch_optimizers import (
+            Place,
+            ThinnedLists,
+            is_traced_whole,
+            restore_capturable,
+            thinned_lists,
+        )
+        from collage_fx.torch_compat.patch_steps import (
+            before_eager_steps,
+            reroute_step,
+            wrap_flat_states,
+            wrap_loading_of_modules,
+        )
+        from collage_fx.torch_compat.patches import PATCHES, misfits
+        from collage_fx.torch_compat.tensors import (
+            SET_GRAD_ENABLED,
+            OpOverload,
+            Sharding,
+            TorchDispatchMode,
+            base_of,
+            bytes_of,
+            disabled_torch_function,
+            distributed_like,
+            gradient_dtype,
+            guard_by_identity,
+            has_internal_overlap,
+            has_storage,
+            is_class_traced,
+            is_flattened,
+            is_held_by_torch,
+            is_wrapper,
+            local_tensor,
+            metadata_check,
+            offsets_of_shard,
+            pytree,
+            references_by_torch,
+            schema_of,
+            sharding_of,
+            start_of_shard,
+            storage_of,
+            version_of,
+            whole_tensor,
+            without_modes,
+            without_torch_function,
+            wrapper_subclass,
+        )
+        from collage_fx.torch_compat.triton_tables import (
+            ALIGNED_BYTES,
+            TRITON_HEAD,
+            TableKernel,
+            launch,
+            launches_of,
+            no_kernels_ahead,
+            on_device,
+            triton_decorator,
+            warp_size,
+        )
+        from collage_fx.torch_compat.version import OTHER_VERSIONS
+    except (ImportError, AttributeError) as error:
+        raise unknown_version(error) from error
+else:
+    __getattr__ = at_first_use(__name__)

@@ -8,7 +8,6 @@ from typing import Any
 
 import torch.distributed
 from torch.optim import Optimizer, optimizer
-from torch.utils.hooks import RemovableHandle
 
 from collage_fx.torch_compat.patching import Patch, Wrapper
 
@@ -55,12 +54,29 @@ def before_eager_steps(hook: Callable[[Optimizer, Any, Any], None]) -> None:
     Its arguments are the optimizer and the step's arguments. A second call replaces the function.
     """
     global _hook
-    if _hook is not None:
-        _hook.remove()
-    _hook = optimizer.register_optimizer_step_pre_hook(hook)
+    if _hook is None:
+        optimizer.register_optimizer_step_pre_hook(_before_step)
+    _hook = hook
 
 
-_hook: RemovableHandle | None = None
+def before_first_eager_step(prepare: Callable[[], object]) -> None:
+    """Call a function before the first eager step, unless there is a hook; it sets the hook of all steps."""
+
+    def hook(*step: Any) -> None:
+        prepare()
+        _before_step(*step)
+
+    if _hook is None:
+        before_eager_steps(hook)
+
+
+def _before_step(*step: Any) -> None:
+    """Call the hook, which may be replaced in the call, unless Dynamo traces the step."""
+    if _hook is not None and not torch.compiler.is_compiling():
+        _hook(*step)
+
+
+_hook: Callable[[Optimizer, Any, Any], None] | None = None
 
 
 def reroute_step(wrapper: Any, switch: Wrapper) -> bool:

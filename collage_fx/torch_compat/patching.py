@@ -8,8 +8,9 @@ other code:
 * A replacement that only this backend's compilations need is *entered* around them (:meth:`Patch.entered`)
   and removed afterwards. Meanwhile it is active only in the thread that entered it; other threads call the
   original.
-* A replacement that must exist before, or does not concern compilations, is *installed* by the import
-  (:meth:`Patch.install`); it first tests whether a call concerns this package.
+* A replacement that must exist before, or does not concern compilations, is *installed* by the first use of
+  a name (:meth:`Patch.install`), or by the import (Note [First use]); it first tests whether a call concerns
+  this package.
 * Each patch states its requirements (:attr:`Patch.misfit`). In a version of torch that does not meet them, it
   changes nothing. If results depend on the patch, each compilation is refused; if only time or memory do,
   everything works without it. The import succeeds, so that ``collage-fx doctor`` can report the patch.
@@ -103,7 +104,7 @@ class Patch:
         why: its effect and purpose.
         during: the time when it is active: "conversions" = while Dynamo converts functions for this backend,
             "lowerings" = while AOTAutograd and Inductor compile a graph of this backend, "recorded steps" =
-            during recorded steps, "the process" = from the import on.
+            during recorded steps, "the process" = from the first use of a name on.
         needed_for: "bits" if results would differ, or errors occur, without it; "speed" if only time or
             memory is lost.
         affects: whether it also runs for objects of other code.

@@ -24,7 +24,7 @@ from typing_extensions import Unpack
 from collage_fx.backend import CollageBackend
 from collage_fx.choices import did_you_mean, takes_options
 from collage_fx.errors import InvalidOptionError, UnsupportedTensorError
-from collage_fx.install import CompiledStep, accepted, install, uninstall
+from collage_fx.installation import CompiledStep, accepted, install, uninstall
 from collage_fx.numerics import ERROR_FORMATS, is_low_precision
 from collage_fx.options import GivenOptions
 from collage_fx.state import (

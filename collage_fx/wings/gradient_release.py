@@ -40,7 +40,7 @@ from typing_extensions import Unpack
 from collage_fx.capture import expect_some_gradients, stand_in_for
 from collage_fx.choices import takes_options
 from collage_fx.errors import GradientReleaseError, InvalidOptionError, UnsupportedOptimizerError
-from collage_fx.install import CompiledStep, InstallOptions, inner_optimizers, join, remove_release
+from collage_fx.installation import CompiledStep, InstallOptions, inner_optimizers, join, remove_release
 from collage_fx.options import refuse_unless
 from collage_fx.runtime import STAND_INS
 from collage_fx.state import clone_of

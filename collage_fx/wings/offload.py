@@ -32,7 +32,7 @@ from typing_extensions import Unpack
 
 from collage_fx.choices import takes_options
 from collage_fx.errors import UnsupportedOptimizerError, UnsupportedTensorError
-from collage_fx.install import InstallOptions, install, kept_backend, remove_release
+from collage_fx.installation import InstallOptions, install, kept_backend, remove_release
 from collage_fx.state import hand_over, host_twin, parameter_names, set_host_twin, uploading
 from collage_fx.torch_compat import gradient_dtype, sharding_of
 from collage_fx.wings.gradient_release import (
