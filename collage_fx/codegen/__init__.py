@@ -2,12 +2,15 @@
 
 from collage_fx.codegen.address_tables import (
     CELL,
+    FIRST,
     FIRST_OF_PIECE,
     LENGTH,
     MEAN,
     MOST_ARGUMENTS,
     NO_PLACE,
+    PAIR,
     PEEKED,
+    SECOND,
     TOTAL,
     Classify,
     Fill,
@@ -22,3 +25,4 @@ from collage_fx.codegen.kernels import FLAGS, flat_kernel, number_kernel
 from collage_fx.codegen.lowerings import REVISION
 from collage_fx.codegen.spellings import NoSpelling
 from collage_fx.codegen.triton_kernels import table_kernel
+from collage_fx.codegen.whole_values import are_halves, has_fast_passes, hash_sum, join_halves

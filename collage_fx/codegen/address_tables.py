@@ -30,6 +30,11 @@ NO_PLACE = -1
 LENGTH, FIRST_OF_PIECE, TOTAL, MEAN = -1, -2, -3, -4
 
 
+#: Odd factors of a fingerprint's hash: 2**32 over the golden ratio, and two of the hash "lowbias32",
+#: https://nullprogram.com/blog/2018/07/31/.
+PAIR, FIRST, SECOND = 0x9E3779B1, 0x7FEB352D, 0x846CA68B
+
+
 def _source() -> str:
     """Return the C++ source, with the constants above in front."""
     constants = {
@@ -39,25 +44,29 @@ def _source() -> str:
         "NO_PLACE": NO_PLACE,
         "TOTAL": TOTAL,
         "MEAN": MEAN,
+        **{name: f"{value}u" for name, value in (("PAIR", PAIR), ("FIRST", FIRST), ("SECOND", SECOND))},
     }
     defined = "".join(f"#define {name} {value}\n" for name, value in constants.items())
-    return defined + Path(__file__).with_suffix(".cpp").read_text(encoding="utf-8")
+    files = (Path(__file__).with_name(name) for name in ("address_tables.cpp", "whole_values.cpp"))
+    return defined + "".join(file.read_text(encoding="utf-8") for file in files)
 
 
 class Library(NamedTuple):
-    """Functions of ``address_tables.cpp``, called with numbers; ``run`` and ``fill`` release the GIL."""
+    """C++ functions, called with numbers; ``gather`` and ``peek`` hold the GIL."""
 
     run: Callable[..., None]
     gather: Callable[..., None]
     fill: Callable[..., int]
     classify: Callable[..., int]
     peek: Callable[..., None]
+    hash_sum: Callable[..., int]
+    join_halves: Callable[..., None]
 
 
 @functools.cache
 def load_library() -> Library:
     """Compile the library, or take it from Inductor's cache."""
-    library = load_cpp_library(_source())
+    library = load_cpp_library(_source(), ["-ftree-loop-vectorize"])
     pointer, word = ctypes.c_void_p, ctypes.c_int64
     types: dict[str, Any] = {
         "run": ctypes.CFUNCTYPE(None, pointer, word, pointer, word, *[pointer] * 6, word, word, pointer),
@@ -65,6 +74,8 @@ def load_library() -> Library:
         "fill": ctypes.CFUNCTYPE(word, word, *[pointer] * 5, word),
         "classify": ctypes.CFUNCTYPE(word, word, word, word, pointer, word, *[pointer] * 4),
         "peek": ctypes.PYFUNCTYPE(None, word, *[pointer] * 3),
+        "hash_sum": ctypes.CFUNCTYPE(word, pointer, pointer, word, word, word),
+        "join_halves": ctypes.CFUNCTYPE(None, pointer, pointer, word, pointer, word, word),
     }
     return Library(**{name: kind((name, library)) for name, kind in types.items()})
 

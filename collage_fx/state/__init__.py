@@ -16,7 +16,6 @@ from collage_fx.state.error_terms import (
     change_layout,
     choose_new,
     ensure_record,
-    float32_value,
     full_value,
     hand_over,
     has_error_terms,

@@ -39,6 +39,7 @@ import torch
 from torch import Tensor
 from torch.utils.weak import TensorWeakRef, WeakIdKeyDictionary, WeakIdRef, WeakTensorKeyDictionary
 
+from collage_fx.codegen import are_halves, join_halves
 from collage_fx.errors import (
     CheckpointMismatchError,
     ConflictingErrorFormatError,
@@ -46,7 +47,14 @@ from collage_fx.errors import (
     warn,
 )
 from collage_fx.graph import is_dense
-from collage_fx.numerics import ERROR_FORMATS, AuxiliarySpec, ErrorFormat, format_named, is_low_precision
+from collage_fx.numerics import (
+    ERROR_FORMATS,
+    AuxiliarySpec,
+    ErrorFormat,
+    Exact,
+    format_named,
+    is_low_precision,
+)
 from collage_fx.state.fingerprints import bits_of
 from collage_fx.state.host_twins import host_twin, update_twin, uploading
 from collage_fx.state.packed import is_packed, move_packed, pack, unpack
@@ -733,26 +741,30 @@ def full_value(tensor: Tensor, dtype: torch.dtype = torch.float64) -> Tensor:
     Exact in float64 for every registered format (a bfloat16 pair spans at most 53 bits wherever lo is within
     2**-44 of hi).
     """
-    value = local_tensor(tensor.detach()).to(dtype, copy=True)
-    for term in map(local_tensor, error_terms(tensor)):
-        # In chunks: an operand of another dtype is converted as a whole.
-        for part, of_term in _rows_of(value, term):
-            part.add_(of_term.to(dtype))
-    return distributed_like(tensor, value)
-
-
-def float32_value(tensor: Tensor) -> Tensor:
-    """Return :func:`full_value` rounded to float32, with temporary memory for some rows alone."""
     record = record_of(tensor) if host_twin(tensor) is tensor else None
-    if record is None or not (record.format.is_elementwise and record.format.keeps_hi):
-        return full_value(tensor).to(torch.float32)
+    if record is None or not (record.is_current and _is_joined(record.format, dtype)):
+        value = local_tensor(tensor.detach()).to(dtype, copy=True)
+        for term in map(local_tensor, error_terms(tensor)):
+            # In chunks: an operand of another dtype is converted as a whole.
+            for part, of_term in _rows_of(value, term):
+                part.add_(of_term.to(dtype))
+        return distributed_like(tensor, value)
     record.settle()
     piece = local_tensor(tensor.detach())
     _follow(record, piece)
-    value = torch.empty_like(piece, dtype=torch.float32)
-    for part, *rows in _rows_of(value, piece, *record.auxiliaries):
-        part.copy_(record.format.join(*rows))
+    value = torch.empty_like(piece, dtype=dtype)
+    if isinstance(record.format, Exact) and are_halves(piece, record.auxiliaries[0], value):
+        join_halves(piece, record.auxiliaries[0], value)
+    else:
+        for part, *rows in _rows_of(value, piece, *record.auxiliaries):
+            part.copy_(record.format.join(*rows))
     return distributed_like(tensor, value)
+
+
+def _is_joined(error_format: ErrorFormat, dtype: torch.dtype) -> bool:
+    """Return whether whole values in a dtype are the float32 numbers that a format stores, by elements."""
+    is_stored = isinstance(error_format, Exact) or dtype is torch.float32
+    return is_stored and error_format.is_elementwise and error_format.keeps_hi
 
 
 def assign(tensor: Tensor, value: Tensor | float) -> None:

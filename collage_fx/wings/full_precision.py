@@ -37,7 +37,7 @@ from torch.utils.weak import TensorWeakRef
 
 from collage_fx.errors import InvalidOptionError, UnsupportedTensorError
 from collage_fx.numerics import define_operator, is_low_precision
-from collage_fx.state import float32_value, has_error_terms
+from collage_fx.state import full_value, has_error_terms
 from collage_fx.torch_compat import (
     distributed_like,
     local_tensor,
@@ -325,7 +325,7 @@ class _Gathered:
 def _full_value(parameter: Tensor) -> Tensor:
     """Return the full value of a parameter as a module holds it, in float32; FSDP2 may have gathered it."""
     owner = _owner_of(parameter)
-    value = float32_value(owner)
+    value = full_value(owner, torch.float32)
     if owner is parameter:
         return value
     on_device = distributed_like(owner, local_tensor(value).to(parameter.device))

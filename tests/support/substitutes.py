@@ -96,6 +96,11 @@ def no_tables_of_addresses(error: Exception) -> AbstractContextManager[Any]:
     return mock.patch("collage_fx.lowering.kernels.load_library", side_effect=error)
 
 
+def no_fast_passes() -> AbstractContextManager[Any]:
+    """Context manager: whole tensors are hashed and joined by torch's operators, not by C++."""
+    return mock.patch("collage_fx.codegen.whole_values.is_library_loaded", return_value=False)
+
+
 def failing_steps_of_the_lowering(error: Exception) -> contextlib.ExitStack:
     """Context manager: the steps of the lowering that only save time raise this error."""
     stack = contextlib.ExitStack()
