@@ -87,6 +87,7 @@ def test_values_of_all_halves_are_those_of_the_eager_function(rest: int, dtype: 
 def test_a_whole_value_is_the_sum_of_hi_and_its_error_terms(
     error_format: ErrorFormatName, dtype: torch.dtype
 ) -> None:
+    torch.manual_seed(0)  # a scalar's error term may be zero with another
     for shape, is_turned in (((), False), ((3, 5), False), ((64, 48), True)):
         start = torch.randn(shape).bfloat16()
         p = torch.nn.Parameter(start.T if is_turned else start)
