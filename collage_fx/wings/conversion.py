@@ -30,7 +30,7 @@ from collage_fx.options import GivenOptions
 from collage_fx.state import (
     bytes_held,
     ensure_record,
-    float32_value,
+    full_value,
     held_optimizers,
     is_spared,
     note_new,
@@ -149,13 +149,14 @@ def convert(
             raise InvalidOptionError(f"convert() was given {met}", where="convert", remedy=remedy)
     for where, met, remedy in (*_jobs(model, [*given, *inner], dtype), *_misfits(model, found, dtype)):
         raise UnsupportedTensorError(met, where=where, remedy=remedy)
-    plan = _summary(found, kept, dtype, chosen.bytes_per_parameter)
+    limit = chosen.bytes_per_parameter
+    plan = _summary(found, kept, dtype, None if isinstance(limit, str) else limit)
     if dry_run:
         return plan
     log.info("%s", plan)
     with torch.no_grad():
         for kind, name, tensor in ((n, *each) for n in found for each in found[n].items()):
-            value = float32_value(tensor) if dtype is torch.float32 else tensor.data
+            value = full_value(tensor, torch.float32) if dtype is torch.float32 else tensor.data
             reset_error_terms(tensor)
             take_data(tensor, value.to(dtype))
             if dtype is torch.bfloat16 and kind in ("weights", "state"):
