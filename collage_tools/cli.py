@@ -131,7 +131,9 @@ def _check_words(arguments: Sequence[str], parsers: Mapping[str, argparse.Argume
                 f"{' and '.join(others)} have it" if others[1:] else f"{others[0]} has it" if others else ""
             )
             raise UsageError(f"{name} has no option {word!r}; {hint or did_you_mean(word, known)}")
-    if words and not words[0].startswith("-") and "--optimizer" in known and "--optimizer" not in words:
+    usage = parsers[name].format_usage()
+    is_required = "--optimizer" in usage and "[--optimizer" not in usage
+    if words and not words[0].startswith("-") and is_required and "--optimizer" not in words:
         raise UsageError(f"{name} takes its optimizer by an option: --optimizer {words[0]}")
 
 

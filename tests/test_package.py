@@ -220,9 +220,10 @@ if __name__ == "__main__":
 
 
 def test_what_the_examples_write_is_ignored() -> None:
-    """Each default of ``--out``, so that a run in a checkout leaves nothing to be committed by mistake."""
+    """Default folders, so that a run in a checkout leaves nothing to be committed by mistake."""
     texts = [path.read_text(encoding="utf-8") for path in (ROOT / "examples").rglob("*.py")]
-    folders = {name for text in texts for name in re.findall(r'"--out".*default=Path\("(\w+)"\)', text)}
+    written = r'(?:"--out".*default=|^    train\()Path\("(\w+)'
+    folders = {name for text in texts for name in re.findall(written, text, re.MULTILINE)}
     ignored = (ROOT / ".gitignore").read_text(encoding="utf-8").splitlines()
     assert len(folders) >= 3
     assert {f"/{folder}/" for folder in folders} <= set(ignored)

@@ -14,7 +14,8 @@ from collage_fx.graph import is_dense
 
 def has_fast_passes(*tensors: Tensor) -> bool:
     """Return whether the functions below can read tensors: in host memory, once the library is loaded."""
-    return is_library_loaded() and all(each.device.type == "cpu" for each in tensors)
+    have_memory = (type(each) in (Tensor, torch.nn.Parameter) for each in tensors)  # a fake tensor has none
+    return is_library_loaded() and all(have_memory) and all(each.device.type == "cpu" for each in tensors)
 
 
 def hash_sum(tensors: Sequence[Tensor]) -> int:

@@ -20,7 +20,7 @@ from collage_fx.numerics import STORAGE_FORMATS, is_low_precision
 from collage_fx.state.error_terms import packed_format, record_of, reset_error_terms
 from collage_fx.state.own_methods import without_own_methods
 from collage_fx.state.packed import is_packed, unpack
-from collage_fx.torch_compat import bytes_of, is_wrapper, pytree, sharding_of
+from collage_fx.torch_compat import bytes_of, detect_fake_mode, is_wrapper, pytree, sharding_of
 
 
 @dataclass(frozen=True)
@@ -241,6 +241,9 @@ def clone_of(optimizer: Optimizer, replaced: Mapping[int, Any] | None = None) ->
     """
     clone = object.__new__(type(optimizer))
     memo = {id(optimizer): clone, **(replaced or {})}  # an attribute may lead back to the optimizer
+    for _, p in parameter_names(optimizer):  # torch 2.13 crashes later if it has copied the memory of a fake
+        if id(p) not in memo and detect_fake_mode([p]) is not None:
+            memo[id(p)] = torch.nn.Parameter(p.detach().clone(), p.requires_grad)
     for name, value in without_own_methods(vars(optimizer).items()).items():
         if name.startswith("_optimizer_") and isinstance(value, dict):
             vars(clone)[name] = OrderedDict()

@@ -10,8 +10,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from collage_fx import CollageBackend, error_terms, explain
+from collage_fx import CollageBackend, error_terms, explain, install
 from collage_fx.errors import InvalidOptionError, UnsupportedTensorError
+from collage_fx.torch_compat import FakeTensorMode
 from collage_tools.gpu_code import gpu_code
 from tests.support.training import (
     Descent,
@@ -189,3 +190,19 @@ def test_gradients_that_are_there_are_not_read() -> None:
     tensors = snapshot(optimizer)
     explain(optimizer)
     assert differences(tensors, snapshot(optimizer)) == []
+
+
+def test_parameters_without_memory_are_explained_as_real_ones() -> None:
+    """Also in a process that has taken steps, whose later garbage collections found freed memory."""
+    stepped, real = parameters(shapes=[(64, 64)] * 2)
+    optimizer = install(torch.optim.AdamW([stepped]))
+    set_gradients([stepped], seed=0)
+    optimizer.step()
+    other = torch.optim.AdamW([real])
+    wanted = [explain(other, bytes_per_parameter=limit).bytes_per_parameter() for limit in (10.1, 5.2)]
+    with FakeTensorMode():
+        fake = torch.optim.AdamW([torch.nn.Parameter(torch.ones(64, 64, dtype=torch.bfloat16))])
+        for _ in range(2):
+            found = [explain(fake, bytes_per_parameter=limit).bytes_per_parameter() for limit in (10.1, 5.2)]
+            gc.collect()
+    assert found == wanted
