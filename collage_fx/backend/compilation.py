@@ -792,7 +792,7 @@ class Compilation:
         if any(node not in graph.stores for _, node, _ in having):
             program.arithmetic = "wide"  # "native" reads only hi of tensors that it does not update
         if self.options.bytes_per_parameter is not None:
-            program = self._within_budget(program, self.options.bytes_per_parameter)
+            program = self._within_budget(program)
         if self.options.strategy != "none":
             refuse_aliases(graph.gm, program.inputs, self.known.values())
             try:
@@ -803,18 +803,18 @@ class Compilation:
         self._refuse_other_error_terms(graph.infos, program.error_format)
         return program
 
-    def _within_budget(self, program: StepProgram, limit: float | str) -> StepProgram:
+    def _within_budget(self, program: StepProgram) -> StepProgram:
         """Return the program with the options of the best budget, judged by the largest state so far."""
         if self.recorded:
-            self.budgets = self._budgets_for_part(program, limit)
+            self.budgets = self._budgets_for_part(program)
             return self.budgets[0].applied_to(program)
         budgets = budgets_for(program, self.options.passes)
         records = [None if info.tensor is None else record_of(info.tensor) for info in program.infos]
         held = {found.format.name for found in records if found is not None and found.format.keeps_error}
-        if held and not self.optimizers:  # a function beside the steps, which have chosen
+        is_beside = bool(held) and not self.optimizers  # a function beside the steps, which have chosen
+        if is_beside:
             budgets = [budget for budget in budgets if budget.error_format in held] or budgets
-            limit = budgets[0].bytes if isinstance(limit, str) else max(limit, budgets[0].bytes)
-        self.budgets = self._best_budget(budgets, limit), *budgets
+        self.budgets = self._best_budget(budgets, takes_least=is_beside), *budgets
         for optimizer in self.optimizers.values():
             known = self.backend.budgets.get(optimizer, self.budgets)
             # Most optimizers make their state in the first step, which holds less.
@@ -826,7 +826,7 @@ class Compilation:
                 found.is_used = False  # used by a step that held less: converted now
         return program
 
-    def _budgets_for_part(self, program: StepProgram, limit: float | str) -> tuple[Budget, ...]:
+    def _budgets_for_part(self, program: StepProgram) -> tuple[Budget, ...]:
         """Return the budget for a part of a recorded step, as in captured steps before it, then all budgets.
 
         If Adam would exceed the limit with all budgets, it is the smallest. :meth:`Backend.refuse_excess`
@@ -835,19 +835,18 @@ class Compilation:
         values = map(tensor_value, filter(is_low_precision_tensor, placeholders(program.gm.graph)))
         dtype = next((value.dtype for value in values if value is not None), torch.bfloat16)
         budgets = budgets_for_parts(dtype, self.options.passes)
-        if not isinstance(limit, str):
-            limit = max(limit, budgets[0].bytes)
         known = self.backend.budgets
         before = [known[optimizer][0] for optimizer in self.optimizers.values() if optimizer in known]
         terms = {(budget.strategy, budget.error_format) for budget in before}
         as_before = [budget for budget in budgets if (budget.strategy, budget.error_format) in terms]
-        return (as_before or [self._best_budget(budgets, limit)])[0], *budgets
+        return (as_before or [self._best_budget(budgets, takes_least=True)])[0], *budgets
 
-    def _best_budget(self, budgets: Sequence[Budget], limit: float | str) -> Budget:
-        """Return the most precise budget within a limit, or the smallest that is predicted to be enough."""
-        if not isinstance(limit, str):
-            return best_budget(budgets, limit)
-        return enough(known_updates(self.optimizers.values()), budgets) or budgets[-1]
+    def _best_budget(self, budgets: Sequence[Budget], *, takes_least: bool) -> Budget:
+        """Return the most precise budget within the limit, or the smallest that is predicted to be enough."""
+        limit, least = self.options.bytes_per_parameter, budgets[0].bytes
+        if not isinstance(limit, float | int):
+            return enough(known_updates(self.optimizers.values()), budgets) or budgets[-1]
+        return best_budget(budgets, max(limit, least) if takes_least else limit)
 
     def _refuse_other_error_terms(self, infos: Sequence[InputInfo], error_format: ErrorFormat) -> None:
         """Raise for error terms that this backend cannot keep up to date."""

@@ -65,12 +65,13 @@ class CollageReport:
         return bytes_per_parameter(self.tensors, sum(self.other_state.values()))
 
     def predicted_error(self) -> float | None:
-        """Return the largest error of an optimizer's weights that is predicted, as a share of their way.
+        """Return the largest error of an optimizer's weights that is predicted for the next 600 steps.
 
-        The error is ``|p - p64| / |p64 - p0|`` after 600 steps, with p64 the weights of the step in float64.
-        It follows from the formats, a sample of the weights, and the sizes of their updates: of the run, once
-        an installed optimizer has taken 56 steps with a learning rate that does not rise, or of a trial by
-        ``explain`` or ``bytes_per_parameter="auto"``. None if no sizes are known.
+        The error is ``|p - p64| / |p64 - p0|`` after these steps, with p64 the weights of the step in
+        float64, and no error of steps before them. It follows from the formats, a sample of the weights, and
+        the sizes of their updates: of the run, once an installed optimizer has taken 56 steps with a learning
+        rate that does not rise, or of a trial by ``explain`` or ``bytes_per_parameter="auto"``. None if no
+        sizes are known.
         """
         return max((error for error, _ in self._predictions()), default=None)
 
@@ -79,10 +80,11 @@ class CollageReport:
         return [updates.described(error) for error, updates in self._predictions() if error >= SHOWN]
 
     def _predictions(self) -> Iterator[tuple[float, Updates]]:
+        updates = {graph.subject: graph.updates for graph in self.graphs}
         for subject, rows in self.by_subject().items():
-            updates = next((graph.updates for graph in self.graphs if graph.subject == subject), None)
-            if updates is not None and (error := predicted_error(updates, rows)) is not None:
-                yield error, updates
+            known = updates[subject]
+            if known is not None and (error := predicted_error(known, rows)) is not None:
+                yield error, known
 
     def _other_state_of(self, subject: str) -> int:
         """Sum the bytes without rows of the optimizers that a subject names."""

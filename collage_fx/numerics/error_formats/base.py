@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from collage_fx.numerics import arithmetic
-from collage_fx.numerics.formats import BFLOAT16, FLOAT32, storage_format
+from collage_fx.numerics.formats import FLOAT32, storage_format
 
 
 class AuxiliarySpec(NamedTuple):
@@ -243,22 +243,7 @@ class ErrorFormat(ABC):
         is_beyond = self.split(value, hi.dtype)[0] != hi
         return self.split(torch.where(is_beyond, torch.nextafter(value, near), value), hi.dtype)[1:]
 
-    def spacing(self, value: Tensor, rest: Tensor, dtype: torch.dtype) -> Tensor:
-        """Return the distance between neighbouring numbers of the format, beside float32 values.
-
-        Args:
-            value: float32.
-            rest: magnitude of the difference between value and hi, float32. Only error terms with exponents
-                of their own have a spacing that depends on it.
-            dtype: dtype of hi.
-        """
-        bound = self.error_bound(dtype)
-        # A dithered error term states the whole spacing as its bound; numbers to nearest, half of it.
-        relative = float(bound.relative) * (1 if self.is_dithered and self.keeps_error else 2)
-        least = float(2 * FLOAT32.unit_roundoff)
-        return _power_of_two(value) * max(relative, least) + value.abs() * float(2 * bound.of_largest)
-
-    def noise(self, change: Tensor) -> tuple[Tensor, Tensor]:
+    def noise(self, change: float, size: Tensor, rest: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """Return the share of a step's changes that a store loses, and the variance of its error.
 
         Dither loses nothing. If changes are a small part s of a spacing, its variance is that of a coin,
@@ -267,12 +252,24 @@ class ErrorFormat(ABC):
         one less the slope of the mean of ``round(x)``, by Poisson's sum.
 
         Args:
-            change: mean magnitude of a change, in spacings; the variance is in squared spacings.
+            change: mean magnitude of a change.
+            size: magnitude of values, above 0.
+            rest: magnitude of the difference between values and hi, which broadcasts with ``size``.
+            dtype: dtype of hi.
         """
+        spacing = self._spacing(size, rest, dtype)
         if self.is_dithered:
-            return torch.zeros_like(change), (0.32 * change).clamp(max=0.13)
-        square = change.square() * (math.pi / 2)  # of the deviation of a normal change
-        return (2 * torch.exp(-2 * math.pi**2 * square)).clamp(max=1), square.clamp(max=1 / 12)
+            return torch.zeros_like(spacing), spacing * (0.13 * spacing).clamp(max=0.32 * change)
+        square = (change / spacing).square() * (math.pi / 2)  # of the deviation of a normal change
+        lost = (2 * torch.exp(-2 * math.pi**2 * square)).clamp(max=1)
+        return lost, spacing.square() * square.clamp(max=1 / 12)
+
+    def _spacing(self, size: Tensor, rest: Tensor, dtype: torch.dtype) -> Tensor:
+        """Return the root mean square of the distance between neighbouring numbers of the format."""
+        bound = self.error_bound(dtype)
+        # A dithered error term states the whole spacing as its bound; numbers to nearest, half of it.
+        relative = float(bound.relative) * (1 if self.is_dithered and self.keeps_error else 2)
+        return size * (max(relative, _OF_FLOAT32) * _POWER_OF_TWO + float(2 * bound.of_largest))
 
     def zeros(self, hi: Tensor) -> list[Tensor]:
         """Return the inputs of ``store`` behind hi for a tensor that is exactly hi."""
@@ -284,9 +281,11 @@ class ErrorFormat(ABC):
         return sum(spec.nbytes for spec in self.auxiliaries(hi))
 
 
-def _power_of_two(value: Tensor) -> Tensor:
-    """Return the largest power of two that is no larger than the magnitude; the least of bfloat16 for 0."""
-    return torch.exp2(value.abs().clamp(min=2.0**BFLOAT16.min_exponent).log2().floor())
+#: Relative spacing of float32, in which a step computes.
+_OF_FLOAT32 = float(2 * FLOAT32.unit_roundoff)
+
+#: Root mean square of the power of two below a number, as a share of the number.
+_POWER_OF_TWO = math.sqrt(0.5)
 
 
 class OneErrorTerm(ErrorFormat):
@@ -308,10 +307,9 @@ class OneErrorTerm(ErrorFormat):
         fmt = storage_format(dtype)
         return ErrorBound(fmt.unit_roundoff**2, fmt.quantum / 2)
 
-    def spacing(self, value: Tensor, rest: Tensor, dtype: torch.dtype) -> Tensor:
-        """Return the larger spacing of float32, in which a step computes, and of the error term."""
-        of_term = _power_of_two(rest) * float(2 * storage_format(self.lo_dtype(dtype)).unit_roundoff)
-        return torch.maximum(_power_of_two(value) * float(2 * FLOAT32.unit_roundoff), of_term)
+    def _spacing(self, size: Tensor, rest: Tensor, dtype: torch.dtype) -> Tensor:
+        of_term = rest * float(2 * storage_format(self.lo_dtype(dtype)).unit_roundoff)
+        return torch.maximum(size * _OF_FLOAT32, of_term) * _POWER_OF_TWO
 
     def join(self, hi: Tensor, *auxiliaries: Tensor) -> Tensor:
         return arithmetic.join(hi, *auxiliaries)
