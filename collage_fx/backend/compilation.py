@@ -95,9 +95,9 @@ from collage_fx.report import (
     PassLog,
     TensorReport,
     enough,
-    known_updates,
     tensor_report,
     treatments,
+    updates_of,
 )
 from collage_fx.runtime import STAND_INS, MakingStep, Member, WholeStep
 from collage_fx.state import (
@@ -717,7 +717,7 @@ class Compilation:
             pipeline=self._pipeline,
             route=Route(made.unit, self.recorded, bool(program.measured), why),
             budgets=self.budgets,
-            updates=known_updates(self.optimizers.values()),
+            updates=updates_of(self.optimizers.values()),
             note=" ".join(filter(None, (note_of_sums, self._note_of_decay(program)))),
         )
         pass_log.lowered(report.code)
@@ -845,7 +845,7 @@ class Compilation:
         """Return the most precise budget within the limit, or the smallest that is predicted to be enough."""
         limit, least = self.options.bytes_per_parameter, budgets[0].bytes
         if not isinstance(limit, float | int):
-            return enough(known_updates(self.optimizers.values()), budgets) or budgets[-1]
+            return enough(updates_of(self.optimizers.values()), budgets) or budgets[-1]
         return best_budget(budgets, max(limit, least) if takes_least else limit)
 
     def _refuse_other_error_terms(self, infos: Sequence[InputInfo], error_format: ErrorFormat) -> None:

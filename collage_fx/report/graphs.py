@@ -55,7 +55,7 @@ class GraphReport:
         code: code that Inductor generated: Python with C++ or Triton kernels. Empty after ``explain``.
         program: the whole step before any pass, on another graph; None if nothing was rewritten.
         budgets: with a limit on bytes, the budget that is used, then all, the smallest first.
-        updates: updates of the optimizer, from which errors are predicted; None if it is not installed.
+        updates: updates of the optimizer, from which errors are predicted.
     """
 
     captured: GraphModule = field(repr=False)
@@ -70,7 +70,7 @@ class GraphReport:
     program: StepProgram | None = field(default=None, repr=False)
     pipeline: tuple[Pass, ...] = field(default=(), repr=False)
     budgets: tuple[Budget, ...] = field(default=(), repr=False)
-    updates: Updates | None = field(default=None, repr=False)
+    updates: Updates = field(default_factory=Updates, repr=False)
 
     @functools.cached_property
     def before(self) -> GraphModule:

@@ -35,14 +35,7 @@ from torch.optim import Optimizer
 
 from collage_fx.errors import warn
 from collage_fx.graph import Role
-from collage_fx.numerics import (
-    ERROR_FORMATS,
-    PACKED_FORMATS,
-    ErrorFormat,
-    format_named,
-    is_low_precision,
-    storage_format,
-)
+from collage_fx.numerics import ERROR_FORMATS, PACKED_FORMATS, ErrorFormat, format_named, is_low_precision
 from collage_fx.options.budgets import Budget
 from collage_fx.report.tensors import TensorReport
 from collage_fx.state import clone_of, host_twin, parameter_names, record_of
@@ -105,12 +98,11 @@ class Updates:
         lr = _largest("lr", optimizer.param_groups)
         self._taken.append((lr, _samples(optimizer)))
         if self._steps == TAKEN[-1]:
-            (first_lr, _), *_ = taken = self._taken
-            self._steps, self._taken = 0, []
-            if 0 < lr <= first_lr:
-                self.of, self.lr = _motions(optimizer, [sample for _, sample in taken]), lr
-                self.made = OF_RUN
+            if 0 < lr <= self._taken[0][0]:
+                samples = [sample for _, sample in self._taken]
+                self.of, self.lr, self.made = _motions(optimizer, samples), lr, OF_RUN
                 self._warn(backend.label([optimizer]), backend.reports)
+            self._steps, self._taken = 0, []
 
     def _warn(self, subject: str, reports: Sequence[Any]) -> None:
         graphs = [graph for graph in reports if graph.updates is self]
@@ -120,9 +112,9 @@ class Updates:
         used, *budgets = graphs[-1].budgets or (None, Budget("plus", "exact"))
         remedy = "no budget is enough for updates that small: use a larger learning rate, or float64"
         if better := enough(self, budgets, TOO_LARGE):
-            budget = f"bytes_per_parameter={math.ceil(better.bytes * 10) / 10:g}"
-            exact = "error_format='exact'"
-            remedy = f"collage_fx.install(optimizer, {budget if used else exact})"
+            least = f"bytes_per_parameter={math.ceil(better.bytes * 10) / 10:g}"
+            asked = least if used else "error_format='exact'"
+            remedy = f"collage_fx.install(optimizer, {asked})"
         held = f" in {used.bytes:.3g} bytes per parameter" if used else ""
         warn(
             f"{subject}{held}: {self.described(error)} Its formats have too few bits for such updates.\n"
@@ -139,9 +131,9 @@ class Updates:
         )
 
 
-def known_updates(optimizers: Iterable[Optimizer]) -> Updates | None:
-    """Return the updates of the first of some optimizers that has a place for them."""
-    return next(filter(None, (records.find(each, Updates) for each in optimizers)), None)
+def updates_of(optimizers: Iterable[Optimizer]) -> Updates:
+    """Return the updates of the first of some optimizers."""
+    return next((records.of(each, Updates) for each in optimizers), Updates())
 
 
 def try_updates(optimizer: Optimizer) -> Updates:
@@ -181,20 +173,16 @@ def predicted_error(updates: Updates, rows: Iterable[TensorReport]) -> float | N
     return _predicted(updates, weights, states.values())
 
 
-def enough(updates: Updates | None, budgets: Sequence[Budget], most: float = ENOUGH) -> Budget | None:
+def enough(updates: Updates, budgets: Sequence[Budget], most: float = ENOUGH) -> Budget | None:
     """Return the first of some budgets whose predicted error, by Adam's state, is at most ``most``.
 
     If nothing is known, it is the first that keeps float32's weights; None if no budget is enough.
     """
     for each in budgets:
-        error, states = None, []
+        fmt = PACKED_FORMATS[each.state or "bf16"][1]  # bfloat16 in place of state that is not packed
         with real_tensors():  # a step may be traced now
-            if each.strategy == "light":  # bfloat16 in place of state that is not packed
-                fmt = PACKED_FORMATS[each.state or "bf16"][1]
-                states = [_by_state(fmt, 0.999, is_repaid=False, are_squares=True)]
-            if updates:
-                formats = dict.fromkeys(updates.of, ERROR_FORMATS[each.error_format])
-                error = _predicted(updates, formats, states)
+            states = [_by_state(fmt, 0.999, is_repaid=False, are_squares=True)] * (each.strategy == "light")
+            error = _predicted(updates, dict.fromkeys(updates.of, ERROR_FORMATS[each.error_format]), states)
         if (each.error_format == "exact") if error is None else error <= most:
             return each
     return None
@@ -207,9 +195,9 @@ def _predicted(
     for name in updates.of.keys() & formats.keys():
         values, dtype, elements, change, drift, way = updates.of[name]
         size = values.flatten().abs().clamp(min=torch.finfo(torch.float32).tiny)
-        # An error term is as now or larger: half an ulp, 0.72 u of values on average, or as far as they go,
+        # An error term is as now or larger: half an ulp, 0.36 eps of values on average, or as far as they go,
         # which is twice the mean for some. Those lose most.
-        most = (0.72 * float(storage_format(dtype).unit_roundoff) * size).clamp(max=2 * drift)
+        most = (0.36 * torch.finfo(dtype).eps * size).clamp(max=2 * drift)
         now = (values - values.to(dtype)).flatten().abs()
         rest = torch.maximum(now, torch.linspace(0, 1, 8, device=size.device)[:, None] * most)
         lost, variance = formats[name].noise(change, size, rest, dtype)

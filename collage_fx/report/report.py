@@ -80,11 +80,10 @@ class CollageReport:
         return [updates.described(error) for error, updates in self._predictions() if error >= SHOWN]
 
     def _predictions(self) -> Iterator[tuple[float, Updates]]:
-        updates = {graph.subject: graph.updates for graph in self.graphs}
+        updates = {graph.subject: graph.updates for graph in self.graphs if graph.tensors}
         for subject, rows in self.by_subject().items():
-            known = updates[subject]
-            if known is not None and (error := predicted_error(known, rows)) is not None:
-                yield error, known
+            if (error := predicted_error(updates[subject], rows)) is not None:
+                yield error, updates[subject]
 
     def _other_state_of(self, subject: str) -> int:
         """Sum the bytes without rows of the optimizers that a subject names."""

@@ -13,6 +13,7 @@ import torch
 from benchmarks.beyond_fp32 import directed
 from benchmarks.predicted_errors import OPTIMIZERS, SHAPE, WAYS, measured_errors, predicted
 from collage_fx import CollageError, backend_of, explain, install
+from tests.support.substitutes import failing_prediction
 from tests.support.training import Descent
 
 #: Steps after which an installed optimizer knows its updates, if its learning rate does not rise.
@@ -148,6 +149,26 @@ class Picky(Descent):
         if any(p.dtype is torch.float64 for group in self.param_groups for p in group["params"]):
             raise ValueError("no float64")
         super().step(closure)
+
+
+def test_a_fault_of_the_library_is_raised_and_not_taken_for_one_of_the_optimizer() -> None:
+    with failing_prediction(ValueError("ours")), pytest.raises(ValueError, match="ours"):
+        explain(started("AdamW", 0.5, 1e-6))
+
+
+def test_gradients_that_are_not_finite_give_no_prediction() -> None:
+    """Such a gradient stands at the first steps of a GradScaler."""
+    for value in (math.inf, math.nan):
+        optimizer = started("AdamW", 0.5, 1e-6)
+        optimizer.param_groups[0]["params"][0].grad = torch.full(SHAPE, value).bfloat16()
+        assert explain(optimizer).predicted_error() is None
+
+
+def test_a_description_names_the_horizon() -> None:
+    optimizer = started("AdamW", 0.5, 1e-6)
+    [text] = explain(optimizer, bytes_per_parameter=5.1).predictions()
+    assert "over 600 steps" in text
+    assert "in float64 in these steps" in text
 
 
 @pytest.mark.parametrize("kind", [Descent, Picky])

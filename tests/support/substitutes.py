@@ -96,6 +96,11 @@ def no_tables_of_addresses(error: Exception) -> AbstractContextManager[Any]:
     return mock.patch("collage_fx.lowering.kernels.load_library", side_effect=error)
 
 
+def failing_prediction(error: Exception) -> AbstractContextManager[Any]:
+    """Context manager: sizes of updates are not computed, for an error in the library."""
+    return mock.patch("collage_fx.report.prediction._motions", side_effect=error)
+
+
 def no_fast_passes() -> AbstractContextManager[Any]:
     """Context manager: whole tensors are hashed and joined by torch's operators, not by C++."""
     return mock.patch("collage_fx.codegen.whole_values.is_library_loaded", return_value=False)

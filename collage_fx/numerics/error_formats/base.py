@@ -14,6 +14,10 @@ from torch import Tensor
 from collage_fx.numerics import arithmetic
 from collage_fx.numerics.formats import FLOAT32, storage_format
 
+#: Root mean squares, relative to a number: of the power of two below it, and of float32's spacing there.
+_POWER_OF_TWO = math.sqrt(0.5)
+_OF_FLOAT32 = float(2 * FLOAT32.unit_roundoff) * _POWER_OF_TWO
+
 
 class AuxiliarySpec(NamedTuple):
     """Specification of an auxiliary tensor.
@@ -257,7 +261,7 @@ class ErrorFormat(ABC):
             rest: magnitude of the difference between values and hi, which broadcasts with ``size``.
             dtype: dtype of hi.
         """
-        spacing = self._spacing(size, rest, dtype)
+        spacing = self._spacing(size, rest, dtype).maximum(size * _OF_FLOAT32)  # in which a step computes
         if self.is_dithered:
             return torch.zeros_like(spacing), spacing * (0.13 * spacing).clamp(max=0.32 * change)
         square = (change / spacing).square() * (math.pi / 2)  # of the deviation of a normal change
@@ -268,8 +272,8 @@ class ErrorFormat(ABC):
         """Return the root mean square of the distance between neighbouring numbers of the format."""
         bound = self.error_bound(dtype)
         # A dithered error term states the whole spacing as its bound; numbers to nearest, half of it.
-        relative = float(bound.relative) * (1 if self.is_dithered and self.keeps_error else 2)
-        return size * (max(relative, _OF_FLOAT32) * _POWER_OF_TWO + float(2 * bound.of_largest))
+        spacings = 1 if self.is_dithered and self.keeps_error else 2
+        return size * (float(spacings * bound.relative) * _POWER_OF_TWO + float(2 * bound.of_largest))
 
     def zeros(self, hi: Tensor) -> list[Tensor]:
         """Return the inputs of ``store`` behind hi for a tensor that is exactly hi."""
@@ -279,13 +283,6 @@ class ErrorFormat(ABC):
     def nbytes(self, hi: Tensor) -> int:
         """Return the number of bytes of the auxiliary tensors beside ``hi``."""
         return sum(spec.nbytes for spec in self.auxiliaries(hi))
-
-
-#: Relative spacing of float32, in which a step computes.
-_OF_FLOAT32 = float(2 * FLOAT32.unit_roundoff)
-
-#: Root mean square of the power of two below a number, as a share of the number.
-_POWER_OF_TWO = math.sqrt(0.5)
 
 
 class OneErrorTerm(ErrorFormat):
@@ -308,8 +305,7 @@ class OneErrorTerm(ErrorFormat):
         return ErrorBound(fmt.unit_roundoff**2, fmt.quantum / 2)
 
     def _spacing(self, size: Tensor, rest: Tensor, dtype: torch.dtype) -> Tensor:
-        of_term = rest * float(2 * storage_format(self.lo_dtype(dtype)).unit_roundoff)
-        return torch.maximum(size * _OF_FLOAT32, of_term) * _POWER_OF_TWO
+        return rest * (torch.finfo(self.lo_dtype(dtype)).eps * _POWER_OF_TWO)
 
     def join(self, hi: Tensor, *auxiliaries: Tensor) -> Tensor:
         return arithmetic.join(hi, *auxiliaries)
