@@ -29,7 +29,7 @@ from collage_fx.graph import (
 from collage_fx.lowering import Lowered, interpreted, rules_of, why_not_compiled
 from collage_fx.numerics import STORAGE_FORMATS, is_low_precision
 from collage_fx.options import GivenOptions, refuse_unknown
-from collage_fx.report import CollageReport, Updates, try_updates
+from collage_fx.report import CollageReport, try_updates, updates_of
 from collage_fx.state import clone_of, known_tensors
 from collage_fx.torch_compat import is_in_dynamo, records
 
@@ -54,14 +54,15 @@ def explain(optimizer: Optimizer, **options: Unpack[GivenOptions]) -> CollageRep
     """
     refuse_unknown(options)
     backend = CaptureOnly(**options)
-    captured(optimizer, backend, try_updates(optimizer))
+    try_updates(optimizer)
+    captured(optimizer, backend)
     return backend.report()
 
 
-def captured(optimizer: Optimizer, backend: CaptureOnly, updates: Updates | None = None) -> None:
-    """Capture the step of a copy of an optimizer with a backend; ``updates`` are the optimizer's."""
+def captured(optimizer: Optimizer, backend: CaptureOnly) -> None:
+    """Capture the step of a copy of an optimizer with a backend."""
     clone = clone_of(optimizer)
-    records.put(clone, updates or Updates())
+    records.put(clone, updates_of([optimizer]))
     for group, copied in zip(optimizer.param_groups, clone.param_groups, strict=True):
         for original, parameter in zip(group["params"], copied["params"], strict=True):
             if original.grad is not None or original.requires_grad:
