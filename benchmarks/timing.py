@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import random
 import time
 from collections.abc import Callable, Sequence
@@ -148,6 +149,7 @@ def peak_extra_memory(step: Step, device: str) -> int:
         step()
         torch.cuda.synchronize()
         return torch.cuda.max_memory_allocated() - before
+    gc.collect()  # tensors of earlier steps, which would be subtracted if they were freed in this one
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
         step()
     kineto = profiler.profiler.kineto_results if profiler.profiler is not None else None

@@ -191,7 +191,9 @@ def _registered(registry: str) -> Callable[[], Iterable[str]]:
     return lambda: getattr(sys.modules.get("collage_fx.numerics"), registry, ())
 
 
-def _add_optimizer(parser: argparse.ArgumentParser, *, required: bool) -> None:
+def _add_optimizer(
+    parser: argparse.ArgumentParser, *, required: bool, dtypes: Sequence[str] = get_args(Dtype)
+) -> None:
     add = parser.add_argument
     default = "" if required else " (torch.optim.AdamW)"
     add(
@@ -209,7 +211,6 @@ def _add_optimizer(parser: argparse.ArgumentParser, *, required: bool) -> None:
         metavar="NAME=VALUE",
         help="any other argument of the class",
     )
-    dtypes = get_args(Dtype)
     add("--dtype", type=_choice(dtypes), default="bfloat16", help="dtype of the parameters (bfloat16)")
 
 
@@ -451,15 +452,19 @@ def _doctor(options: argparse.Namespace, _: list[str]) -> int:
     return 0 if ok else FAILED
 
 
+def _require(user: str, *packages: str, install: str) -> None:
+    """Raise for packages that are not installed."""
+    if missing := [name for name in packages if importlib.util.find_spec(name) is None]:
+        raise UsageError(f"{user} needs {' and '.join(missing)}: pip install {install}")
+
+
 def _demo(options: argparse.Namespace, rest: list[str]) -> int:
     """Run the example as a program of its own; print its help without the packages that it needs."""
     program = Path(collage_fx.__file__).parent / "examples" / "train_gpt.py"
     if {"-h", "--help"} & set(rest):
         print(ast.get_docstring(ast.parse(program.read_text(encoding="utf-8"))))
         return 0
-    missing = [name for name in ("matplotlib", "tqdm") if importlib.util.find_spec(name) is None]
-    if missing:
-        raise UsageError(f"the demo needs {' and '.join(missing)}: pip install 'collage-fx[demo]'")
+    _require("the demo", "matplotlib", "tqdm", install="'collage-fx[demo]'")
     command = [sys.executable, str(program), *rest]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}  # a checkout may not be installed
     status = subprocess.run(command, env=environment, check=False).returncode
@@ -558,7 +563,7 @@ def _add_plan_options(parser: argparse.ArgumentParser) -> None:
     add("--micro-batch", type=_positive, default=1, help="sequences on a GPU, for the peaks shown (1)")
     add("--reserve", type=float, default=0.06, help="share of a GPU that tensors cannot have (0.06)")
     add("--checkpointing", type=_choice(("on", "off", "both")), default="both", help="on, off or both (both)")
-    _add_optimizer(parser, required=False)
+    _add_optimizer(parser, required=False, dtypes=("bfloat16", "float16"))
     add("--json", action="store_true", help="print JSON; sizes are bytes")
     add("--html", type=_file, metavar="FILE", help="write an HTML page with bars")
 
@@ -566,12 +571,14 @@ def _add_plan_options(parser: argparse.ArgumentParser) -> None:
 def _plan(options: argparse.Namespace, _: list[str]) -> int:
     import torch
 
-    from collage_tools.plan import GB, from_file, from_hf, json_of, page_of, plan, text_of
+    from collage_tools.plan import Plan, from_file, from_hf, json_of, page_of, shortage_of, text_of
 
     if not (options.gpu > 0 and 0 <= options.reserve < 1):
         raise UsageError("--gpu takes a positive number of GB, and --reserve a share from 0 to below 1")
+    if options.hf:
+        _require("--hf", "transformers", install="transformers")
     with clock("collage-fx: running the model on fake tensors"):
-        found = plan(
+        found = Plan(
             from_hf(options.hf, dict(options.set)) if options.hf else from_file(options.file),
             _maker(options),
             gpu=options.gpu,
@@ -586,14 +593,9 @@ def _plan(options: argparse.Namespace, _: list[str]) -> int:
     if options.html:
         page = page_of(found)
         _write(options.html, lambda path: path.write_text(page, encoding="utf-8"), aside=options.json)
-    least = min(found.budgets, key=found.lacking)
-    if lacking := found.lacking(least):
-        print(
-            f"\ncollage-fx: a GPU of {options.gpu:g} GB is too small for a sequence of {options.seq} tokens: "
-            f"{lacking / GB:.3g} GB more are needed with {least.options}, the least",
-            file=sys.stderr,
-        )
-    return FAILED if lacking else 0
+    if shortage := shortage_of(found):
+        print(f"\ncollage-fx: {shortage}", file=sys.stderr)
+    return FAILED if shortage else 0
 
 
 # error ------------------------------------------------------------------------------------------------------

@@ -31,6 +31,7 @@ from collage_fx.report import (
 )
 from collage_tools.pages.mathml import recurrence_mathml
 from collage_tools.pages.pictures import Picture, pass_color
+from collage_tools.pages.plots import COLOURS
 from collage_tools.pages.svg import svg
 
 STYLE = """
@@ -150,6 +151,32 @@ def html_table(rows: Iterable[Sequence[object]], headers: Sequence[str], numbers
     """Write a table, of which the last ``numbers`` columns are numbers."""
     align = ["left"] * (len(headers) - numbers) + ["right"] * numbers
     return tabulate(rows, headers=headers, tablefmt="html", colalign=align, disable_numparse=True)
+
+
+def bars(sizes: Mapping[str, Mapping[str, float]], *, line: float, width: float, unit: str) -> str:
+    """Draw a bar of parts for each name, all with the same parts, a limit as a line, and a legend of colours.
+
+    Args:
+        sizes: name of a bar -> name of a part -> its size.
+        line: size at which all bars have a line.
+        width: least size that is as wide as the page.
+        unit: unit of the sizes.
+    """
+    scale = 100 / max(width, *(sum(parts.values()) for parts in sizes.values()))
+    colours = dict(zip(next(iter(sizes.values())), COLOURS, strict=False))
+    legend = (
+        f"<span class='swatch' style='background: {c}'></span> {escape(k)} " for k, c in colours.items()
+    )
+    body = f"<p>{''.join(legend)}| the line: {line:.4g} {unit}</p>"
+    marked = f"linear-gradient(#000, #000) {line * scale:.2f}% / 2px 100% no-repeat #eee"
+    for name, parts in sizes.items():
+        body += f"<p class='names'>{escape(name)}</p>"
+        body += f"<div style='display: flex; height: 1rem; background: {marked}'>"
+        for part, size in parts.items():
+            style = f"width: {size * scale:.2f}%; background: {colours[part]}"
+            body += f"<span title='{escape(part)}: {size:.2f} {unit}' style='{style}'></span>"
+        body += "</div>"
+    return body
 
 
 def _treatment_table(groups: Sequence[Treatment]) -> str:

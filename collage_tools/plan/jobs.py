@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import re
-import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
+from functools import partial
+from typing import NamedTuple
 
 import torch
+from torch import nn
 from torch.optim import Optimizer
 
 import collage_fx
 from collage_fx.errors import InvalidOptionError
 from collage_fx.graph import Role
 from collage_fx.torch_compat import FakeTensorMode
-from collage_tools.plan.activations import MetaModel
+from collage_tools.plan.activations import meta_model, peak, repeated_layers
 from collage_tools.plan.sources import Source
 
 #: Bytes of a GB.
@@ -25,32 +28,11 @@ GB = 1_000_000_000
 STEP = 0.03
 #: Layers that FSDP2 holds whole at once: the layer that computes, and the next layer, being gathered.
 GATHERED = 2
+#: Columns of a table after the kinds of memory.
+AFTER = PEAK, SHARE, LARGEST, TOKENS = "peak", "to masters", "largest micro-batch", "tokens in flight"
 
 
-@dataclass(frozen=True)
-class Budget:
-    """Bytes on each GPU that no micro-batch changes.
-
-    Attributes:
-        options: ``fp32 masters``, ``default``, or the value of ``bytes_per_parameter``.
-        parameters, gradients, state: bytes of the shards; state includes error terms and masters.
-        gathered: bytes of parameters and gradients that FSDP2 holds whole.
-    """
-
-    options: str
-    parameters: int
-    gradients: int
-    state: int
-    gathered: int
-
-    @property
-    def total(self) -> int:
-        """Bytes without activations."""
-        return self.parameters + self.gradients + self.state + self.gathered
-
-
-@dataclass(frozen=True)
-class Activations:
+class Activations(NamedTuple):
     """Peak of activations, linear in the micro-batch: bytes of a sequence, and of each more."""
 
     first: int
@@ -65,54 +47,9 @@ class Activations:
         return max(0, 1 + math.floor((nbytes - self.first) / self.further))
 
 
-@dataclass(frozen=True)
+@dataclass
 class Plan:
-    """Memory of a training job on each of its GPUs, in bytes.
-
-    Attributes:
-        name: name of the model.
-        count: number of elements of its parameters.
-        gpu, usable: memory of a GPU, and the part that tensors can have.
-        sequence: tokens of a sequence.
-        fsdp: number of GPUs that shard the model.
-        micro_batch: micro-batch of the peaks that are shown.
-        budgets: the budgets, fp32 masters first.
-        activations: activations without (False) and with (True) checkpointing of layers.
-    """
-
-    name: str
-    count: int
-    gpu: int
-    usable: int
-    sequence: int
-    fsdp: int
-    micro_batch: int
-    budgets: tuple[Budget, ...]
-    activations: dict[bool, Activations]
-
-    def largest(self, budget: Budget, *, checkpointing: bool) -> int:
-        """Return the largest micro-batch that fits; 0 if no sequence does."""
-        return self.activations[checkpointing].largest(self.usable - budget.total)
-
-    def lacking(self, budget: Budget) -> int:
-        """Return the bytes that a GPU lacks for a single sequence; 0 if it fits."""
-        least = min(each.first for each in self.activations.values())
-        return max(0, budget.total + least - self.usable)
-
-
-def plan(
-    source: Source,
-    make_optimizer: Callable[[list[torch.nn.Parameter]], Optimizer],
-    *,
-    gpu: float,
-    sequence: int,
-    fsdp: int = 1,
-    micro_batch: int = 1,
-    dtype: torch.dtype = torch.bfloat16,
-    reserve: float = 0.06,
-    checkpointing: Sequence[bool] = (False, True),
-) -> Plan:
-    """Plan the memory of a training job on the meta device, where tensors have no memory.
+    """Memory of a training job, counted on the meta device, where tensors have no memory.
 
     Args:
         source: model and loss.
@@ -125,84 +62,117 @@ def plan(
         reserve: share of a GPU's memory that tensors cannot have: contexts, NCCL, fragmentation.
         checkpointing: which of without (False) and with (True) activation checkpointing to plan.
 
+    Attributes:
+        count: number of elements of the parameters.
+        usable: bytes of a GPU that tensors can have.
+        whole: bytes of parameters and gradients that FSDP2 would hold whole.
+        budgets: ``fp32 masters``, ``default``, or bytes per parameter -> kind of memory -> bytes on each GPU;
+            state includes error terms and masters.
+        activations: activations without (False) and with (True) checkpointing of layers.
+
     Raises:
         CollageError: the model does not run on the meta device, or collage_fx refuses the optimizer.
     """
-    if source.positions is not None and sequence > source.positions:
-        raise InvalidOptionError(
-            f"sequences of {sequence} tokens, where {source.name} has {source.positions} positions",
-            where="seq",
-            remedy=f"shorten them, or give --set max_position_embeddings={sequence}",
-        )
-    model = MetaModel(source, dtype)
-    with FakeTensorMode(), warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor")
-        budgets = tuple(_budgets(model, make_optimizer, fsdp))
-    usable = int(gpu * GB * (1 - reserve))
-    room = usable - min(budget.total for budget in budgets)
 
-    def measured(checkpointed: bool) -> Activations:
-        first, second = (model.peak(n, sequence, checkpointing=checkpointed) for n in (1, 2))
-        found = Activations(first, second - first)
-        if (most := max(micro_batch, found.largest(room))) > 2:  # a chord is no lower than a convex peak
-            last = model.peak(most, sequence, checkpointing=checkpointed)
-            found = Activations(first, (last - first) / (most - 1))
+    source: Source
+    make_optimizer: Callable[[list[nn.Parameter]], Optimizer]
+    _: KW_ONLY
+    gpu: float
+    sequence: int
+    fsdp: int = 1
+    micro_batch: int = 1
+    dtype: torch.dtype = torch.bfloat16
+    reserve: float = 0.06
+    checkpointing: Sequence[bool] = (False, True)
+
+    def __post_init__(self) -> None:
+        name, positions = self.source.name, self.source.positions
+        if positions is not None and self.sequence > positions:
+            raise InvalidOptionError(
+                f"sequences of {self.sequence} tokens, where {name} has {positions} positions",
+                where="seq",
+                remedy=f"shorten them, or give --set max_position_embeddings={self.sequence}",
+            )
+        model = meta_model(self.source, self.dtype)
+        parameters, layers = list(model.parameters()), repeated_layers(model)
+        inside = {p for layer in layers for p in layer.parameters()}
+        largest = max((sum(p.nbytes for p in layer.parameters()) for layer in layers), default=0)
+        self.whole = sum(p.nbytes for p in parameters if p not in inside) + GATHERED * largest
+        self.count = sum(p.numel() for p in parameters)
+        self.usable = int(self.gpu * GB * (1 - self.reserve))
+        ways = [each for each in self.checkpointing if layers or not each] or [False]
+        sizes = {each: partial(peak, self.source, model, layers if each else []) for each in ways}
+        self.activations = {each: self._measured(size) for each, size in sizes.items()}
+        with FakeTensorMode():
+            self.budgets = dict(self._budgets(parameters))
+        room = self.usable - min(map(self.total, self.budgets))
+        for each, found in self.activations.items():
+            if (most := max(self.micro_batch, found.largest(room))) > 2:
+                self.activations[each] = self._measured(sizes[each], most)
+
+    def total(self, options: str) -> int:
+        """Return the bytes of a budget, without activations."""
+        return sum(self.budgets[options].values())
+
+    def table(self, checkpointing: bool) -> dict[str, dict[str, float]]:
+        """Return budget -> column -> bytes, share, sequences or tokens; 0 sequences if not one fits."""
+        rows: dict[str, dict[str, float]] = {}
+        activations = self.activations[checkpointing]
+        for options, fixed in self.budgets.items():
+            sizes = {**fixed, "activations": activations.at(self.micro_batch)}
+            peak = sum(sizes.values())
+            masters = rows["fp32 masters"][PEAK] if rows else peak
+            largest = activations.largest(self.usable - self.total(options))
+            rows[options] = {**sizes, PEAK: peak, SHARE: peak / masters - 1}
+            rows[options] |= {LARGEST: largest, TOKENS: largest * self.sequence * self.fsdp}
+        return rows
+
+    def _measured(self, size: Callable[[int, int], int], most: int = 2) -> Activations:
+        """Draw a line from one sequence to ``most``, which is no lower than a convex peak between."""
+        first = size(1, self.sequence)
+        found = Activations(first, (size(most, self.sequence) - first) / (most - 1))
+        if found.further <= 0:
+            raise InvalidOptionError(
+                f"a second sequence takes no memory in {self.source.name}",
+                where="loss(model, micro_batch, sequence)",
+                remedy="make inputs of micro_batch sequences in it",
+            )
         return found
 
-    chosen = [each for each in checkpointing if model.layers or not each] or [False]
-    count = sum(p.numel() for p in model.module.parameters())
-    activations = {each: measured(each) for each in chosen}
-    return Plan(source.name, count, int(gpu * GB), usable, sequence, fsdp, micro_batch, budgets, activations)
+    def _budgets(self, parameters: Sequence[nn.Parameter]) -> Iterator[tuple[str, dict[str, int]]]:
+        """Yield fp32 masters, the default, and the budgets of ``explain`` from the largest to the smallest.
 
+        Explaining a step takes a parameter for each shape of a shard, the first GPU's, which is the largest.
+        """
+        shards = {p: (*(-(-rows // self.fsdp) for rows in p.shape[:1]), *p.shape[1:]) for p in parameters}
+        numbers = Counter(shard for p, shard in shards.items() if p.requires_grad)
+        optimizer = self.make_optimizer([nn.Parameter(torch.ones(s, dtype=self.dtype)) for s in numbers])
+        elements = sum(math.prod(shape) * number for shape, number in numbers.items())
+        shared = {
+            "parameters": sum(p.itemsize * math.prod(shard) for p, shard in shards.items()),
+            "gradients": self.dtype.itemsize * elements,
+        }
 
-def _budgets(
-    model: MetaModel, make_optimizer: Callable[[list[torch.nn.Parameter]], Optimizer], fsdp: int
-) -> Iterator[Budget]:
-    """Yield fp32 masters, the default, and budgets from the largest to the smallest, as ``explain`` has them.
+        def sizes(report: collage_fx.CollageReport, *, masters: bool = False) -> dict[str, int]:
+            state = sum(report.other_state.values()) / sum(map(math.prod, numbers)) * elements
+            for row in report.tensors:
+                own = row.error_bytes + row.bytes * (row.role not in (Role.PARAMETER, Role.GRADIENT))
+                if masters:  # float32 state beside them
+                    own = 4 * row.numel * (row.role is not Role.GRADIENT)
+                index = re.search(r"params\[(\d+)\]", row.name)
+                state += own * ([*numbers.values()][int(index[1])] if index else 1)
+            gathered = {"gathered": self.whole} if self.fsdp > 1 else {}
+            return {**shared, "state": round(state), **gathered}
 
-    Explaining a step takes a parameter for each shape of a shard, the first GPU's, which is the largest.
-    """
-    shards = Counter((-(-p.shape[0] // fsdp), *p.shape[1:]) if p.dim() else () for p in model.trained)
-    optimizer = make_optimizer([torch.nn.Parameter(torch.ones(s, dtype=model.dtype)) for s in shards])
-    elements = sum(math.prod(shape) * number for shape, number in shards.items())
-
-    def held(report: collage_fx.CollageReport, masters: bool = False) -> float:
-        """Sum the bytes of state, error terms, or masters and float32 state, of all shards."""
-        other = sum(report.other_state.values()) / sum(map(math.prod, shards)) * elements
-        total = other + 4 * elements * masters
-        for row in report.tensors:
-            index = re.search(r"params\[(\d+)\]", row.name)
-            own = (
-                0 if row.role in (Role.PARAMETER, Role.GRADIENT) else 4 * row.numel if masters else row.bytes
-            )
-            added = own if masters else own + row.error_bytes
-            total += added * (1 if index is None else [*shards.values()][int(index[1])])
-        return total
-
-    whole = {
-        p: -(-p.shape[0] // fsdp) * math.prod(p.shape[1:]) if p.dim() else 1
-        for p in model.module.parameters()
-    }
-    size = model.dtype.itemsize
-    layers = [sum(p.nbytes for p in layer.parameters()) for layer in model.layers]
-    inside = {p for layer in model.layers for p in layer.parameters()}
-    outside = sum(p.nbytes for p in whole if p not in inside)
-    gathered = outside + GATHERED * max(layers, default=0) if fsdp > 1 else 0
-
-    def budget(options: str, state: float) -> Budget:
-        return Budget(options, size * sum(whole.values()), size * elements, round(state), gathered)
-
-    default = collage_fx.explain(optimizer)
-    yield budget("fp32 masters", held(default, masters=True))
-    yield budget("default", held(default))
-    limit = math.inf
-    while True:
-        try:
-            report = collage_fx.explain(optimizer, bytes_per_parameter=limit)
-        except InvalidOptionError:  # no budget is that small
-            return
-        total = report.bytes_per_parameter()["total"]
-        if total > limit / (1 - STEP):  # a recorded step, which packs nothing
-            return
-        limit = total * (1 - STEP)
-        yield budget(f"{total:.3g} bytes", held(report))
+        default = collage_fx.explain(optimizer)
+        yield "fp32 masters", sizes(default, masters=True)
+        yield "default", sizes(default)
+        limit = math.inf
+        with contextlib.suppress(InvalidOptionError):  # no budget is that small
+            while True:
+                report = collage_fx.explain(optimizer, bytes_per_parameter=limit)
+                total = report.bytes_per_parameter()["total"]
+                if total > limit / (1 - STEP):  # a recorded step, which packs nothing
+                    return
+                limit = total * (1 - STEP)
+                yield f"{total:.3g} bytes", sizes(report)

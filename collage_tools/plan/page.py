@@ -3,23 +3,13 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict
+import math
 from html import escape
 
 from tabulate import tabulate
 
-from collage_tools.pages import COLOURS, html_document, html_table
-from collage_tools.plan.jobs import GB, Budget, Plan
-
-#: Kinds of memory, as columns and as parts of bars.
-KINDS = ("parameters", "gradients", "state", "gathered", "activations")
-
-
-def _sizes(plan: Plan, budget: Budget, checkpointing: bool) -> dict[str, int]:
-    """Return kind of memory -> bytes, without kinds that are 0 for all budgets."""
-    activations = plan.activations[checkpointing].at(plan.micro_batch)
-    sizes = {kind: {**vars(budget), "activations": activations}[kind] for kind in KINDS}
-    return sizes if plan.fsdp > 1 else {kind: size for kind, size in sizes.items() if kind != "gathered"}
+from collage_tools.pages import bars, html_document, html_table
+from collage_tools.plan.jobs import AFTER, GB, LARGEST, SHARE, TOKENS, Plan
 
 
 def _title(checkpointing: bool) -> str:
@@ -29,72 +19,68 @@ def _title(checkpointing: bool) -> str:
 def _subject(plan: Plan) -> str:
     gpus = "1 GPU" if plan.fsdp == 1 else f"each of {plan.fsdp} GPUs"
     return (
-        f"{plan.name}: {plan.count / 1e9:.3g} billion parameters, sequences of {plan.sequence:,} tokens. GB "
-        f"on {gpus} of {plan.gpu / GB:g} GB, {plan.usable / GB:.4g} of them for tensors, with micro-batches "
-        f"of {plan.micro_batch}. 8 bytes: bytes_per_parameter=8."
+        f"{plan.source.name}: {plan.count / 1e9:.3g} billion parameters, sequences of {plan.sequence:,} "
+        f"tokens. GB on {gpus} of {plan.gpu:g} GB, {plan.usable / GB:.4g} of them for tensors, with "
+        f"micro-batches of {plan.micro_batch}. 8 bytes: bytes_per_parameter=8."
     )
 
 
-def _table(plan: Plan, checkpointing: bool) -> tuple[list[str], list[list[str]]]:
-    """Return headers and rows: bytes by kind, peak, largest micro-batch."""
-    rows, masters = [], None
-    for budget in plan.budgets:
-        sizes = _sizes(plan, budget, checkpointing)
-        peak = sum(sizes.values())
-        masters = masters or peak
-        largest = plan.largest(budget, checkpointing=checkpointing)
-        cells = [f"{size / GB:.2f}" for size in (*sizes.values(), peak)]
-        fits = [f"{largest:,}", f"{largest * plan.sequence * plan.fsdp:,}"] if largest else ["none", ""]
-        rows.append([budget.options, *cells, f"{peak / masters - 1:+.0%}" if peak != masters else "", *fits])
-    headers = ["budget", *sizes, "peak", "to masters", "largest micro-batch", "tokens in flight"]
-    return headers, rows
+def _cell(column: str, value: float) -> str:
+    if column == SHARE:
+        return f"{value:+.0%}" if value else ""
+    return (f"{value:,}" if value else "none") if column in (LARGEST, TOKENS) else f"{value / GB:.2f}"
+
+
+def _table(plan: Plan, checkpointing: bool) -> tuple[list[list[str]], list[str]]:
+    """Return rows and headers."""
+    table = plan.table(checkpointing)
+    rows = [[options, *(_cell(*each) for each in row.items())] for options, row in table.items()]
+    return rows, ["budget", *table["default"]]
 
 
 def text_of(plan: Plan) -> str:
     """Write a table for each way of checkpointing."""
     parts = [_subject(plan)]
     for each in plan.activations:
-        headers, rows = _table(plan, each)
+        rows, headers = _table(plan, each)
         broken = [header.replace(" ", "\n") for header in headers]
-        table = tabulate(
-            rows, broken, colalign=["left"] + ["right"] * (len(headers) - 1), disable_numparse=True
-        )
-        parts.append(f"{_title(each)}:\n\n{table}")
+        align = ["left"] + ["right"] * (len(headers) - 1)
+        parts += [f"{_title(each)}:", tabulate(rows, broken, colalign=align, disable_numparse=True)]
     return "\n\n".join(parts)
+
+
+def shortage_of(plan: Plan) -> str:
+    """Describe by how much a GPU is too small for a single sequence; empty if it fits."""
+    least = min(plan.budgets, key=plan.total)
+    room = plan.usable - min(each.first for each in plan.activations.values())
+    if (lacking := plan.total(least) - room) <= 0:
+        return ""
+    remedy = "--fsdp alone is not enough: take a larger GPU or shorter sequences"
+    if room > plan.whole:
+        shards = plan.fsdp * (plan.total(least) - plan.budgets[least].get("gathered", 0))
+        remedy = f"shard the model with --fsdp {2 ** math.ceil(math.log2(shards / (room - plan.whole)))}"
+    return (
+        f"a GPU of {plan.gpu:g} GB is too small for a sequence of {plan.sequence} tokens: "
+        f"{lacking / GB:.3g} GB more are needed with {least}, the least; {remedy}"
+    )
 
 
 def json_of(plan: Plan) -> str:
     """Write all numbers as JSON; sizes are bytes."""
-    found = asdict(plan)
-    found["activations"] = {}
-    for each, activations in plan.activations.items():
-        found["activations"]["with checkpointing" if each else "without checkpointing"] = {
-            **asdict(activations),
-            "largest_micro_batches": [plan.largest(budget, checkpointing=each) for budget in plan.budgets],
-        }
-    return json.dumps(found, indent=1)
+    found = {"name": plan.source.name, "gpu": plan.gpu * GB}
+    found |= {key: getattr(plan, key) for key in ("count", "usable", "sequence", "fsdp", "micro_batch")}
+    return json.dumps(found | {_title(each): plan.table(each) for each in plan.activations}, indent=1)
 
 
 def page_of(plan: Plan) -> str:
     """Write a page: tables, and a bar for each budget."""
     body = f"<p>{escape(_subject(plan))}</p>"
     for each in plan.activations:
-        headers, rows = _table(plan, each)
-        every = [_sizes(plan, budget, each) for budget in plan.budgets]
-        scale = 100 / max(plan.gpu, *(sum(sizes.values()) for sizes in every))
-        body += f"<h2>{_title(each)}</h2>{html_table(rows, headers, len(headers) - 1)}<p>"
-        colours = dict(zip(every[0], COLOURS, strict=False))
-        swatches = (f"<span class='swatch' style='background: {c}'></span> {k} " for k, c in colours.items())
-        body += "".join(swatches) + f"| the line: {plan.usable / GB:.4g} GB</p>"
-        for budget, sizes in zip(plan.budgets, every, strict=True):
-            parts = "".join(
-                f"<span title='{kind}: {size / GB:.2f} GB' style='width: {size * scale:.2f}%; "
-                f"background: {colours[kind]}'></span>"
-                for kind, size in sizes.items()
-            )
-            body += (
-                f"<p class='names'>{escape(budget.options)}</p><div style='display: flex; height: 1rem; "
-                f"background: linear-gradient(#000, #000) {plan.usable * scale:.2f}% / 2px 100% no-repeat "
-                f"#eee'>{parts}</div>"
-            )
-    return html_document(plan.name, "Memory of a training job", body)
+        rows, headers = _table(plan, each)
+        sizes = {
+            options: {column: size / GB for column, size in row.items() if column not in AFTER}
+            for options, row in plan.table(each).items()
+        }
+        body += f"<h2>{_title(each)}</h2>{html_table(rows, headers, len(headers) - 1)}"
+        body += bars(sizes, line=plan.usable / GB, width=plan.gpu, unit="GB")
+    return html_document(plan.source.name, "Memory of a training job", body)

@@ -17,13 +17,25 @@ from collage_fx.choices import did_you_mean
 from collage_fx.errors import InvalidOptionError
 
 
+class Replaced(TorchFunctionMode):
+    """Context manager: other functions run in place of some of torch's."""
+
+    def __init__(self, others: Mapping[Any, Callable[..., Any]]) -> None:
+        super().__init__()
+        self.others = others
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run a function, or the function in its place."""
+        return self.others.get(func, func)(*args, **kwargs or {})
+
+
 @dataclass(frozen=True)
 class Source:
     """Model that need not fit into memory: how to make it, and its loss.
 
     Attributes:
         name: name that tables show.
-        make: function that returns the module; called under fake tensors, which have no memory.
+        make: function that returns the module; called on the meta device.
         loss: function of the module, a micro-batch and a sequence length; returns the loss, a scalar.
         positions: longest sequence that the model has positions for; None = not known.
     """
@@ -44,19 +56,13 @@ def from_file(path: Path) -> Source:
     Raises:
         InvalidOptionError: there is no such file, or no function ``model`` in it.
     """
+    remedy = "give a Python file that defines model(), which returns a torch.nn.Module"
     if not path.is_file():
-        raise InvalidOptionError(
-            f"there is no file {str(path)!r}", where="plan", remedy="give a Python file that defines model()"
-        )
+        raise InvalidOptionError(f"there is no file {str(path)!r}", where="plan", remedy=remedy)
     sys.path.insert(0, str(path.resolve().parent))  # as for `python FILE`, which may import its neighbours
     found = runpy.run_path(str(path))
     if not callable(found.get("model")):
-        raise InvalidOptionError(
-            f"{path} defines no function model()",
-            where="plan",
-            remedy="define model(), which returns a torch.nn.Module, and loss(model, micro_batch, sequence) "
-            "if the model does not take tokens",
-        )
+        raise InvalidOptionError(f"{path} defines no function model()", where="plan", remedy=remedy)
     return Source(path.stem, found["model"], found.get("loss", _loss_of_tokens))
 
 
@@ -77,61 +83,45 @@ def from_hf(name: str, changes: Mapping[str, Any]) -> Source:
         changes: entries of the configuration that get other values.
 
     Raises:
-        InvalidOptionError: transformers is not installed or does not know the configuration.
+        InvalidOptionError: transformers does not know the configuration.
     """
+    from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedConfig
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as KINDS
+
     try:
-        from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM
-        from transformers import PreTrainedConfig as Config
-    except ImportError as error:
-        raise InvalidOptionError(
-            "--hf needs the package transformers", where="hf", remedy="pip install transformers"
-        ) from error
-    entries: dict[str, Any] = {"model_type": name}
-    if name not in CONFIG_MAPPING or Path(name).exists():
-        try:
-            entries = dict(Config.get_config_dict(name, local_files_only=True)[0])
-        except OSError as error:
-            raise InvalidOptionError(
+        entries = dict(PreTrainedConfig.get_config_dict(name, local_files_only=True)[0])
+    except OSError as error:
+        if name not in KINDS:
+            raise _refusal(
                 f"no configuration {name!r} can be read: a file, a folder with config.json, a repository in "
-                "the local cache, and a model type of transformers were looked for",
-                where="hf",
-                remedy="give the path of a config.json; nothing is downloaded",
+                "the local cache, and a causal language model of transformers were looked for",
+                f"{did_you_mean(name, KINDS)}, or give the path of a config.json; nothing is downloaded",
             ) from error
+        entries = {"model_type": name}
     kind = entries.pop("model_type", None)
-    if kind not in CONFIG_MAPPING:
-        raise InvalidOptionError(
-            f"transformers does not know the model_type {kind!r} of the configuration {name!r}",
-            where="hf",
-            remedy=f"{did_you_mean(str(kind), list(CONFIG_MAPPING))}, or give a Python file with model()",
-        )
-    usual = CONFIG_MAPPING[kind]()
-    for key in changes:
-        if not hasattr(usual, key):
-            raise InvalidOptionError(
-                f"a configuration of {kind} has no entry {key!r}",
-                where="set",
-                remedy=did_you_mean(key, list(usual.to_dict())),
-            )
-    config = CONFIG_MAPPING[kind](**{**entries, **changes})
-    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
-        raise InvalidOptionError(
+    if kind not in KINDS:
+        raise _refusal(
             f"{kind}, the model_type of {name!r}, is no causal language model of transformers",
-            where="hf",
-            remedy="give a Python file with model() and loss(model, micro_batch, sequence) instead",
+            f"{did_you_mean(str(kind), KINDS)}, or give a Python file with model() and loss()",
         )
+    known = CONFIG_MAPPING[kind]().to_dict()
+    for key in changes.keys() - known:
+        raise _refusal(f"a configuration of {kind} has no entry {key!r}", did_you_mean(key, known))
+    try:
+        config = CONFIG_MAPPING[kind](**{**entries, **changes})
+    except Exception as error:  # of transformers or huggingface_hub
+        raise _refusal(f"{kind} refuses its configuration: {error}", "change the entry it names") from error
     positions = getattr(config, "max_position_embeddings", None)
     return Source(name, lambda: AutoModelForCausalLM.from_config(config), _loss_of_hf, positions)
 
 
-class _Whole(TorchFunctionMode):
-    """Context manager: conditions on tensors hold; transformers asks whether no token is padded or packed."""
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return True if func is Tensor.__bool__ else func(*args, **kwargs or {})
+def _refusal(met: str, remedy: str) -> InvalidOptionError:
+    return InvalidOptionError(met, where="--hf and --set", remedy=remedy)
 
 
 def _loss_of_hf(model: nn.Module, micro_batch: int, sequence: int) -> Tensor:
+    """Compute the loss; conditions on tensors hold, as transformers asks whether all tokens are attended."""
     tokens = torch.zeros(micro_batch, sequence, dtype=torch.int64)
-    with _Whole():
+    with Replaced({Tensor.__bool__: lambda _: True}):
         loss: Tensor = model(input_ids=tokens, labels=tokens, use_cache=False).loss
     return loss
