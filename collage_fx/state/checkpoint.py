@@ -122,6 +122,7 @@ from collage_fx.state.claims import Claims, some
 from collage_fx.state.error_terms import (
     ErrorTermRecord,
     ensure_record,
+    fill,
     has_error_terms,
     memory_of_records,
     note_new,
@@ -401,7 +402,7 @@ def _keyed_auxiliaries(
                 if auxiliary.dim():  # a 0-d auxiliary is the same in all processes
                     saved = distributed_like(tensor, saved, spec.saved_shape)
                 yield f"{name}.{record.format.name}.{spec.name}", saved
-            if (record.format.keeps_error or not record.format.keeps_hi) and not is_state:
+            if record.holds_more and not is_state:
                 yield f"{name}.{record.format.name}.{FINGERPRINT}", _fingerprint_of(tensor, record)
 
 
@@ -1340,15 +1341,13 @@ def _fill_waiting(optimizer: Optimizer, waiting: Iterable[_Waiting]) -> None:
         if (before := format_before(name, optimizer)) is not None:  # torch has replaced this state tensor
             ensure_record(tensor, before, name=name)
         record = record_of(tensor)
-        if record is None or not record.format.keeps_error or record.is_whole:
+        if record is None or not record.holds_more or record.is_whole or is_packed(tensor):
             continue  # it needs no error terms, or its whole value has been loaded since
-        if wider is None:
+        if wider is not None:
+            with real_tensors():
+                fill(record, tensor, (_as_loaded(tensor, wider) - local_tensor(tensor.detach())).float())
+        elif record.format.keeps_error:
             missing.append(name)
-        else:
-            with real_tensors(), torch.no_grad():
-                hi, whole = local_tensor(tensor.detach()), _as_loaded(tensor, wider)
-                rest = whole - hi.to(whole.dtype)
-                record.replace_contents(record.format.beside(hi, rest.float()))
     if missing:
         _warn_of_missing(type(optimizer), missing)
 

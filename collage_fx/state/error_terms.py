@@ -214,6 +214,11 @@ class ErrorTermRecord:
         return (*self.auxiliaries, self.start) if self.format.is_dithered else self.auxiliaries
 
     @property
+    def holds_more(self) -> bool:
+        """Whether the buffers hold more bits than hi: as an error term, or as packed codes."""
+        return self.format.keeps_error or not self.format.keeps_hi
+
+    @property
     def is_current(self) -> bool:
         """Whether the buffers hold the value; False if an unpacked tensor has been written to since."""
         tensor = self.owner()
@@ -552,11 +557,18 @@ def _convert(tensor: Tensor, error_format: ErrorFormat) -> None:
         hi = local_tensor(tensor.detach())
         terms = found.format.error_terms(hi, *found.auxiliaries) if found.is_current else ()
         term = sum(each.float() for each in terms)
-        auxiliaries = error_format.beside(hi, torch.as_tensor(term))
-        if not error_format.keeps_hi and not error_format.why_not_values(hi):
-            hi.copy_(error_format.join(hi, *auxiliaries))  # or codes of the whole value seem out of date
     reset_error_terms(tensor)
-    ensure_record(tensor, error_format, name="").replace_contents(auxiliaries)
+    fill(ensure_record(tensor, error_format, name=""), tensor, torch.as_tensor(term))
+
+
+def fill(record: ErrorTermRecord, tensor: Tensor, term: Tensor) -> None:
+    """Encode hi plus a float32 error term, in a tensor's own record; the tensor has its memory."""
+    with real_tensors(), torch.no_grad():
+        hi = local_tensor(tensor.detach())
+        auxiliaries = record.format.beside(hi, term)
+        if not record.format.keeps_hi and not record.format.why_not_values(hi):
+            hi.copy_(record.format.join(hi, *auxiliaries))  # or codes of the whole value seem out of date
+    record.replace_contents(auxiliaries)
 
 
 def require_format(record: ErrorTermRecord, error_format: ErrorFormat, *, name: str) -> None:

@@ -72,15 +72,13 @@ class _Held:
     Attributes:
         slots: slots of its parameters and its state.
         counts: reference counts of the values, as :func:`sys.getrefcount` gives them.
-        formats: name of a tensor with error terms -> their format.
+        formats: name of a tensor with error terms, or packed -> the format.
     """
 
     def __init__(self, optimizer: Optimizer) -> None:
         self.slots = list(_slots_of(optimizer))
         found = ((slot.name, record_of(slot.value)) for slot in self.slots if slot.name)
-        self.formats = {
-            name: each.format for name, each in found if each is not None and each.format.keeps_error
-        }
+        self.formats = {name: each.format for name, each in found if each is not None and each.holds_more}
         self.written = _write_detector(self.slots, type(optimizer).__name__)
         self._entries = list(optimizer.state.values())
         looked_at = [slot for slot in self.slots if type(slot.container) is not type(optimizer.state)]
@@ -236,7 +234,7 @@ def stepped_optimizers() -> list[Optimizer]:
 
 
 def format_before(name: str, optimizer: Optimizer) -> ErrorFormat | None:
-    """Return the error format of a named tensor at the last snapshot; None without error terms."""
+    """Return the format of a named tensor at the last snapshot; None for a plain tensor."""
     held = records.find(optimizer, _Held)
     return None if held is None else held.formats.get(name)
 

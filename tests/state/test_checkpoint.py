@@ -21,7 +21,7 @@ from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import collage_fx
-from collage_fx import CollageBackend, error_terms, full_value, install, load_full_state_dict
+from collage_fx import CollageBackend, backend_of, error_terms, full_value, install, load_full_state_dict
 from collage_fx.capture.recording import Request, record
 from collage_fx.errors import CheckpointMismatchError
 from collage_fx.state.checkpoint import adopt, is_adopted
@@ -693,6 +693,29 @@ def test_float32_state_leaves_its_rest_in_error_terms(is_running: bool) -> None:
         assert torch.all(
             error <= exact * 2.0**-16
         )  # the pair's precision, which the step rounds to once more
+
+
+@pytest.mark.parametrize("is_running", [True, False])
+def test_packed_state_is_made_of_the_float32_state_of_a_checkpoint(is_running: bool) -> None:
+    plain = torch.optim.AdamW(wide := [torch.nn.Parameter(torch.randn(64, 96))])
+    run_steps(plain.step, wide, range(3))
+    params = [torch.nn.Parameter(p.detach().bfloat16()) for p in wide]
+    optimizer = install(torch.optim.AdamW(params), bytes_per_parameter=8)
+    if is_running:
+        run_steps(optimizer.step, params, [0])
+    told = warned(lambda: optimizer.load_state_dict(copy.deepcopy(plain.state_dict())))
+    params[0].grad = torch.zeros_like(params[0])
+    told += warned(optimizer.step)
+    assert [f"no error terms of {names((0, 'parameter'))} have been loaded" in each for each in told] == [
+        True
+    ]
+    assert "block16" in str(backend_of(optimizer).report())
+    for name, decay in (("exp_avg", 0.9), ("exp_avg_sq", 0.999)):
+        now, before = optimizer.state[params[0]][name], plain.state[wide[0]][name].double()
+        # 15 bits of fraction, and a scale of at most twice the largest of 32 neighbours, rounded to nearest
+        # twice, in packing and in the step: 2 * 2**-16 * 2. bfloat16 would round by 2**-9 of a value.
+        largest = before.reshape(-1, 32).abs().amax(1, keepdim=True).expand(-1, 32).reshape(now.shape)
+        assert ((full_value(now) - decay * before).abs() <= 2**-14 * largest).all()
 
 
 @pytest.mark.parametrize("way", ["deepcopy", "pickle", "state_dict"])
