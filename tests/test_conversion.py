@@ -10,10 +10,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.functional import cross_entropy
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from benchmarks.conversion import BUDGETS, MAKE, error
 from collage_fx import (
@@ -300,6 +302,17 @@ def _shared_memory(job: Job) -> Call:
     return _call(job)
 
 
+def _overlapping(job: Job) -> Call:
+    both = torch.zeros(100)
+    job.model.get_parameter("1.bias").data, job.model.get_parameter("2.bias").data = both[:96], both[4:]
+    return _call(job)
+
+
+def _flattened(job: Job) -> Call:
+    flat = FullyShardedDataParallel(job.model, use_orig_params=True, device_id=torch.device("cpu"))
+    return flat, torch.optim.SGD(flat.parameters()), {}
+
+
 def _norm(job: Job) -> Call:
     job.model.append(nn.BatchNorm1d(50))
     return _call(job, torch.optim.SGD(job.model.parameters()))
@@ -325,6 +338,9 @@ REFUSALS: dict[str, tuple[Callable[[Job], Call], str]] = {
     "installed": (lambda job: _call(job, install(job.optimizer)), "uninstall"),
     "float16": (_float16, "float16"),
     "shared memory": (_shared_memory, "shares with"),
+    "overlapping memory": (_overlapping, "shares with"),
+    "DistributedDataParallel": (lambda job: (DistributedDataParallel(job.model), job.optimizer, {}), "wrap"),
+    "FSDP1": (_flattened, "FSDP2"),
     "batch norm": (_norm, "two dtypes"),
     "already float32": (lambda job: _call(job, dtype=torch.float32), "no weight to convert"),
     "in the backward pass": (_in_the_backward_pass, "remove"),
@@ -337,6 +353,14 @@ REFUSALS: dict[str, tuple[Callable[[Job], Call], str]] = {
 }
 
 
+@pytest.fixture(scope="module")
+def first_of_two_processes() -> Iterator[None]:
+    torch.distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+    yield
+    torch.distributed.destroy_process_group()
+
+
+@pytest.mark.usefixtures("first_of_two_processes")
 @pytest.mark.parametrize("name", REFUSALS)
 def test_a_refused_conversion_changes_nothing(name: str) -> None:
     prepare, told = REFUSALS[name]

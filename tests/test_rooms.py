@@ -66,16 +66,7 @@ LAW["backend"] = {*LAW} - {"passes"}
 LAW["installation"] = {*LAW} - {"passes"}
 LAW["wings.gradient_release"] = {*LAW} - {"passes"}
 LAW["wings.offload"] = {*LAW} - {"passes"}
-LAW["wings.conversion"] = {
-    "choices",
-    "torch_compat",
-    "numerics",
-    "errors",
-    "state",
-    "options",
-    "backend",
-    "installation",
-}
+LAW["wings.conversion"] = {*LAW} - {"passes"}
 LAW["wings.weight_changes"] = {"choices", "torch_compat", "errors", "codegen", "state"}
 LAW["wings.full_precision"] = {"torch_compat", "numerics", "errors", "graph", "state"}
 LAW["optim"] = {room for room in LAW if not room.startswith(("passes", "wings."))}

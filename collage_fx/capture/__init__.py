@@ -9,6 +9,7 @@ from collage_fx.capture.members import give_up_rows, has_stand_ins, stand_in_for
 from collage_fx.capture.numbers import decompositions
 from collage_fx.capture.recording import RecordedPart, Request
 from collage_fx.capture.refusals import (
+    first_overlap,
     forget_new_state,
     number_of_the_past,
     refuse_aliases,

@@ -60,12 +60,7 @@ if TYPE_CHECKING or is_used(__name__):
             symbol_source,
             symbols_of,
         )
-        from collage_fx.torch_compat.fully_sharded import (
-            gathers_other_dtype,
-            note_new_dtypes,
-            sharded_groups,
-            take_data,
-        )
+        from collage_fx.torch_compat.fully_sharded import gathers_other_dtype, note_new_dtypes, take_data
         from collage_fx.torch_compat.fused_updates import fused_operator, run_unfused, trace_unfused
         from collage_fx.torch_compat.inductor import (
             COMBINED_LAUNCHES,

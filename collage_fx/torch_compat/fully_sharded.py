@@ -8,7 +8,7 @@ from typing import Any, cast
 import torch
 
 
-def sharded_groups(model: torch.nn.Module) -> Iterator[Any]:
+def _groups(model: torch.nn.Module) -> Iterator[Any]:
     """Yield the groups of parameters that FSDP2 gathers together, after ``reshard()`` of their modules."""
     if not torch.distributed.is_available():
         return
@@ -23,15 +23,16 @@ def sharded_groups(model: torch.nn.Module) -> Iterator[Any]:
                 yield from (each for each in found if hasattr(each, "fsdp_params"))
 
 
-def gathers_other_dtype(group: Any, dtype: torch.dtype) -> bool:
-    """Return whether a group has buffers, from a forward pass, that parameters of ``dtype`` do not fit."""
-    wanted = group.mp_policy.param_dtype or dtype
-    return any(each.dtype is not wanted for p in group.fsdp_params for each in p.all_gather_outputs)
+def gathers_other_dtype(model: torch.nn.Module, dtype: torch.dtype) -> bool:
+    """Return whether a module has buffers, from a forward pass, that parameters of ``dtype`` do not fit."""
+    pairs = ((group.mp_policy.param_dtype or dtype, p) for group in _groups(model) for p in group.fsdp_params)
+    return any(each.dtype is not wanted for wanted, p in pairs for each in p.all_gather_outputs)
 
 
-def note_new_dtypes(group: Any) -> None:
-    """Make a group gather and reduce its parameters in the dtypes that they have now."""
-    with torch.no_grad():
+@torch.no_grad()
+def note_new_dtypes(model: torch.nn.Module) -> None:
+    """Make FSDP2 gather and reduce a module's parameters in the dtypes that they have now."""
+    for group in _groups(model):
         for parameter in group.fsdp_params:
             parameter.reset_sharded_param()
         if hasattr(group.comm_ctx, "device_handle"):  # after the first forward pass, which does this itself

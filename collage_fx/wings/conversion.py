@@ -1,11 +1,9 @@
 """Conversion of a running float32 job to bfloat16 with error terms, in place, and back.
 
-Note [Nothing is lost]
-----------------------
 Parameters, gradients and state stay the same objects, with other memory: schedulers, groups, hooks, tied
 weights and a trainer's references keep working. A float32 value becomes hi and an error term in the format
-``"exact"``, which hold it bit for bit. The first step converts error terms to the format that it uses. It
-also decides which state is packed, from the whole value, and which state has no error terms.
+``"exact"``, which hold it bit for bit. The first step converts error terms to the format that it uses, packs
+state, from the whole value, and drops error terms of state that needs none.
 """
 
 from __future__ import annotations
@@ -22,8 +20,10 @@ from torch.optim import Optimizer
 from typing_extensions import Unpack
 
 from collage_fx.backend import CollageBackend
+from collage_fx.capture import first_overlap
 from collage_fx.choices import did_you_mean, takes_options
 from collage_fx.errors import InvalidOptionError, UnsupportedTensorError
+from collage_fx.graph import is_dense
 from collage_fx.installation import CompiledStep, accepted, install, uninstall
 from collage_fx.numerics import ERROR_FORMATS, is_low_precision
 from collage_fx.options import GivenOptions
@@ -46,9 +46,6 @@ from collage_fx.torch_compat import (
     local_tensor,
     note_new_dtypes,
     own_step,
-    sharded_groups,
-    sharding_of,
-    storage_of,
     take_data,
 )
 
@@ -66,8 +63,8 @@ class Conversion:
         dtype: dtype of the converted tensors afterwards.
         rounded: names of the parameters and buffers that lose bits, as no optimizer steps them.
         kept: names of the floating-point parameters and buffers that are not converted.
-        bytes_before: bytes of ``"weights"``, ``"others"`` (which no optimizer steps), ``"gradients"`` and
-            ``"state"``, in this process: of the tensors to convert, with their error terms.
+        bytes_before: bytes, in this process, of the tensors to convert, with their error terms: of
+            ``"weights"``, ``"others"`` (which no optimizer steps), ``"gradients"`` and ``"state"``.
         bytes_after: the same afterwards, at most: the first step drops or packs what it does not need.
     """
 
@@ -104,9 +101,8 @@ def convert(
     each float32 weight that ``opt`` steps, and its float32 state, into bfloat16 and an error term without the
     loss of a bit, and installs the optimizer. ``convert(model, opt, torch.float32)`` adds the error terms,
     and uninstalls it, also after a first step that was refused. All tensors stay the same objects, so that
-    schedulers, hooks and tied weights go on.
-    Step counts, numbers (0-d) and groups stay unchanged; gradients, which the next backward pass replaces,
-    are rounded.
+    schedulers, hooks and tied weights go on. Step counts, numbers (0-d) and groups stay unchanged; gradients,
+    which the next backward pass replaces, are rounded.
 
     Args:
         model: module that computes with the parameters. FSDP2 is supported before its first forward pass,
@@ -136,27 +132,22 @@ def convert(
     chosen = (backend or CollageBackend(**options)).options
     late = "" if dtype is torch.bfloat16 else next(iter(options), "backend" if backend else "")
     for is_met, met, remedy in (
-        (
-            dtype not in (torch.bfloat16, torch.float32),
-            f"dtype={dtype}",
-            "give torch.bfloat16 or torch.float32",
-        ),
-        (bool(late), f"{late}= beside torch.float32", "leave it out: it is for bfloat16"),
+        (dtype not in (torch.bfloat16, torch.float32), f"dtype={dtype}", "give torch.bfloat16 or float32"),
+        (late, f"{late}= beside torch.float32", "leave it out: it is for bfloat16"),
         (chosen.strategy == "none", "strategy='none', which drops bits", "give another strategy"),
         (not found["weights"], f"no weight to convert to {dtype}", "give weights that an optimizer steps"),
     ):
         if is_met:
             raise InvalidOptionError(f"convert() was given {met}", where="convert", remedy=remedy)
-    for where, met, remedy in (*_jobs(model, [*given, *inner], dtype), *_misfits(model, found, dtype)):
+    for where, met, remedy in _faults(model, [*given, *inner], found, dtype):
         raise UnsupportedTensorError(met, where=where, remedy=remedy)
-    limit = chosen.bytes_per_parameter
-    plan = _summary(found, kept, dtype, None if isinstance(limit, str) else limit)
+    plan = _summary(found, kept, dtype, chosen.bytes_per_parameter)
     if dry_run:
         return plan
     log.info("%s", plan)
     with torch.no_grad():
         for kind, name, tensor in ((n, *each) for n in found for each in found[n].items()):
-            value = full_value(tensor, torch.float32) if dtype is torch.float32 else tensor.data
+            value = full_value(tensor, torch.float32)
             reset_error_terms(tensor)
             take_data(tensor, value.to(dtype))
             if dtype is torch.bfloat16 and kind in ("weights", "state"):
@@ -168,8 +159,7 @@ def convert(
             uninstall(each)
         else:
             install(each, backend=backend, **options)
-    for group in sharded_groups(model):
-        note_new_dtypes(group)
+    note_new_dtypes(model)
     torch.clear_autocast_cache()
     return plan
 
@@ -186,39 +176,39 @@ def _tensors(
         met = {id(t) for name, t in named if fnmatchcase(name, pattern) or name.startswith(f"{pattern}.")}
         if not met:
             near = did_you_mean(pattern, [name for name, _ in named])
-            raise InvalidOptionError(
-                f"keep={pattern!r} names nothing of the model", where="keep", remedy=near
-            )
+            raise InvalidOptionError(f"keep={pattern!r} names nothing here", where="keep", remedy=near)
         staying |= met
     found: Tensors = {"weights": {}, "others": {}, "gradients": {}, "state": {}}
-    stepped = {id(p) for one in inner for _, p in parameter_names(one)}
-    floating = {first[id(t)]: t for _, t in named if t.is_floating_point()}
-    for name, tensor in floating.items():
-        if tensor.dtype is not dtype and id(tensor) not in staying:
-            found["weights" if id(tensor) in stepped else "others"][name] = tensor
-            if tensor.grad is not None and tensor.grad.dtype is tensor.dtype:
-                found["gradients"][f"{name}.grad"] = tensor.grad
-    for one in inner:
-        for number, p in parameter_names(one):
-            if id(p) not in first:
-                raise UnsupportedTensorError(
-                    "a parameter of the optimizer that is not in the model: a copy, or another model's",
-                    where=number,
-                    remedy="give the model whose parameters the optimizer steps",
-                )
-            slots = state_tensors(one.state.get(p, {})) if first[id(p)] in found["weights"] else ()
-            own = ((slot, t) for slot, t in slots if t.dtype is p.dtype and t.dim() and not is_spared(slot))
-            found["state"] |= {f"{first[id(p)]}.{slot}": tensor for slot, tensor in own}
-    return found, [name for name in floating if name not in {**found["weights"], **found["others"]}]
+    stepped = [(number, p, one.state.get(p, {})) for one in inner for number, p in parameter_names(one)]
+    ids, kept = {id(p) for _, p, _ in stepped}, []
+    for name, tensor in {first[id(t)]: t for _, t in named if t.is_floating_point()}.items():
+        if tensor.dtype is dtype or id(tensor) in staying:
+            kept.append(name)
+            continue
+        found["weights" if id(tensor) in ids else "others"][name] = tensor
+        if tensor.grad is not None and tensor.grad.dtype is tensor.dtype:
+            found["gradients"][f"{name}.grad"] = tensor.grad
+    for number, p, state in stepped:
+        if id(p) not in first:
+            fault = "a parameter of the optimizer that is not in the model: a copy, or another model's"
+            remedy = "give the model whose parameters the optimizer steps"
+            raise UnsupportedTensorError(fault, where=number, remedy=remedy)
+        name = first[id(p)]
+        for slot, tensor in state_tensors(state) if name in found["weights"] else ():
+            if tensor.dtype is p.dtype and tensor.dim() and not is_spared(slot):
+                found["state"][f"{name}.{slot}"] = tensor
+    return found, kept
 
 
-def _jobs(model: nn.Module, optimizers: Sequence[Any], dtype: torch.dtype) -> Iterator[tuple[str, str, str]]:
-    """Yield ``(where, met, remedy)`` for wrappers and steps that would keep the old dtype."""
+def _faults(
+    model: nn.Module, optimizers: Sequence[Any], found: Tensors, dtype: torch.dtype
+) -> Iterator[tuple[str, str, str]]:
+    """Yield ``(where, met, remedy)`` for wrappers, steps and tensors that cannot be converted."""
     if any(isinstance(each, nn.parallel.DistributedDataParallel) for each in model.modules()):
         yield "model", "DistributedDataParallel", "convert the module in it, and wrap it again"
     if any(map(is_flattened, model.parameters())):
         yield "model", "FSDP1, whose parameters are parts of flat ones", "use FSDP2: fully_shard"
-    if any(gathers_other_dtype(group, dtype) for group in sharded_groups(model)):
+    if gathers_other_dtype(model, dtype):
         remedy = "give fully_shard MixedPrecisionPolicy(param_dtype=torch.bfloat16), or convert before that"
         yield "model", "FSDP2 that has gathered another dtype in a forward pass", remedy
     for each in optimizers:
@@ -229,25 +219,17 @@ def _jobs(model: nn.Module, optimizers: Sequence[Any], dtype: torch.dtype) -> It
             yield kind, "an optimizer that is installed", "call collage_fx.uninstall(optimizer) before"
         elif isinstance(step, CompiledStep) and step.release is not None:
             yield kind, "steps in the backward pass", "call remove() of their handle before"
-
-
-def _misfits(model: nn.Module, found: Tensors, dtype: torch.dtype) -> Iterator[tuple[str, str, str]]:
-    """Yield ``(where, met, remedy)`` for tensors that cannot be converted, or not alone."""
-    weights, places = {**found["weights"], **found["others"]}, dict[Any, str]()
-    for name, tensor in {**weights, **found["state"]}.items():
-        is_low = dtype is torch.float32 and is_low_precision(tensor.dtype)
-        is_plain = is_low or sharding_of(tensor) is not None or not is_wrapper(tensor)
-        if (
-            not (is_low or tensor.dtype is torch.float32)
-            or not is_plain
-            or tensor.device.type not in ("cpu", "cuda")
-        ):
+    weights, is_back = {**found["weights"], **found["others"]}, dtype is torch.float32
+    tensors = {**weights, **found["state"]}
+    for name, tensor in tensors.items():
+        is_known = is_low_precision(tensor.dtype) if is_back else tensor.dtype is torch.float32
+        is_plain = is_back or not is_wrapper(local_tensor(tensor))  # on the way back, state may be packed
+        if not (is_known and is_plain and tensor.device.type in ("cpu", "cuda")):
             met = f"a {type(tensor).__name__} of {tensor.dtype} on {tensor.device.type}"
             yield name, met, "convert tensors on a CPU or a CUDA device, of float32; or name it in keep="
-        elif not is_low and (piece := local_tensor(tensor.detach())).numel():
-            place = places.setdefault((storage_of(piece), piece.storage_offset()), name)
-            if place != name:
-                yield name, f"memory that it shares with {place}", "clone() one of them, or use one parameter"
+    pieces = ((name, local_tensor(each.detach())) for name, each in tensors.items() if not is_back)
+    if overlap := first_overlap(each for each in pieces if is_dense(each[1])):
+        yield overlap[0], f"memory that it shares with {overlap[1]}", "clone() either, or use one parameter"
     for name, tensor in found["others"].items():
         if isinstance(tensor, nn.Parameter) and tensor.requires_grad:
             remedy = f"give a list of all optimizers, or freeze it, or leave it as it is by keep=[{name!r}]"
@@ -260,14 +242,13 @@ def _misfits(model: nn.Module, found: Tensors, dtype: torch.dtype) -> Iterator[t
             yield name, f"a {type(module).__name__} that would compute with two dtypes", remedy
 
 
-def _summary(found: Tensors, kept: Sequence[str], dtype: torch.dtype, limit: float | None) -> Conversion:
+def _summary(found: Tensors, kept: list[str], dtype: torch.dtype, limit: float | str | None) -> Conversion:
     """Return the summary of a conversion, before a tensor changes."""
     local = {kind: list(map(local_tensor, found[kind].values())) for kind in found}
     others = zip(found["others"], local["others"], strict=True)
-    rounded = [name for name, t in others if not torch.equal(t.to(dtype).to(t.dtype), t)]
+    rounded = tuple(name for name, t in others if not torch.equal(t.to(dtype).to(t.dtype), t))
     numbers = {kind: sum(each.numel() for each in local[kind]) for kind in local}
     after = {n: numbers[n] * (4 if n in ("weights", "state") else dtype.itemsize) for n in numbers}
-    if limit is not None:
+    if isinstance(limit, (int, float)):
         after["state"] = min(after["state"], max(0, round((limit - 4) * numbers["weights"])))
-    before = {kind: bytes_held(local[kind]) for kind in found}
-    return Conversion(dtype, tuple(rounded), tuple(kept), before, after)
+    return Conversion(dtype, rounded, tuple(kept), {n: bytes_held(local[n]) for n in local}, after)
