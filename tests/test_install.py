@@ -236,7 +236,8 @@ def test_a_first_step_says_nothing_that_is_not_the_users_business() -> None:
     )
     of_torch = "No CUDA runtime is found"  # where there is a compiler for it, and no device
     said = [line for line in done.stderr.splitlines() if of_torch not in line]
-    assert (done.stdout, said) == ("", [])
+    waits = "AdamW: compiling its step"  # the only line on why nothing happens, where there is no terminal
+    assert (done.stdout, [line.partition(": about")[0] for line in said]) == ("", [waits])
 
 
 # Schedulers. ------------------------------------------------------------------------------------------------

@@ -754,7 +754,7 @@ def full_value(tensor: Tensor, dtype: torch.dtype = torch.float64) -> Tensor:
     2**-44 of hi).
     """
     record = record_of(tensor) if host_twin(tensor) is tensor else None
-    if record is None or not (record.is_current and _is_joined(record.format, dtype)):
+    if record is None or not (record.is_current and _is_joined(record, dtype)):
         value = local_tensor(tensor.detach()).to(dtype, copy=True)
         for term in map(local_tensor, error_terms(tensor)):
             # In chunks: an operand of another dtype is converted as a whole.
@@ -773,10 +773,14 @@ def full_value(tensor: Tensor, dtype: torch.dtype = torch.float64) -> Tensor:
     return distributed_like(tensor, value)
 
 
-def _is_joined(error_format: ErrorFormat, dtype: torch.dtype) -> bool:
-    """Return whether whole values in a dtype are the float32 numbers that a format stores, by elements."""
-    is_stored = isinstance(error_format, Exact) or dtype is torch.float32
-    return is_stored and error_format.is_elementwise and error_format.keeps_hi
+def _is_joined(record: ErrorTermRecord, dtype: torch.dtype) -> bool:
+    """Return whether whole values in a dtype are float32 numbers that a format stores in integers beside hi.
+
+    Terms that are numbers are added to hi, which takes less memory.
+    """
+    made, are_codes = record.format, not any(map(torch.is_floating_point, record.auxiliaries))
+    is_stored = isinstance(made, Exact) or dtype is torch.float32
+    return is_stored and are_codes and made.is_elementwise and made.keeps_hi
 
 
 def assign(tensor: Tensor, value: Tensor | float) -> None:

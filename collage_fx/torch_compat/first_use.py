@@ -5,13 +5,14 @@ Note [First use]
 ``import collage_fx`` imports neither Dynamo nor Inductor, so that a process that installs nothing, such as a
 worker of a data loader, starts as fast as with torch alone. The ``__init__.py`` of ``collage_fx`` and of
 ``collage_fx.torch_compat`` import their names in a block that is skipped at first. The first use of a name
-runs the file again, with the block. The hooks that have to act before a name is used are set by the import:
-``_act_early`` in ``collage_fx/__init__.py``.
+runs the file again, with the block; a module of the package is imported alone. The hooks that have to act
+before a name is used are set by the import: ``_act_early`` in ``collage_fx/__init__.py``.
 """
 
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import sys
 import threading
 from collections.abc import Callable
@@ -31,6 +32,8 @@ def at_first_use(package: str) -> Callable[[str], Any]:
 
     def __getattr__(name: str) -> Any:
         if not name.startswith("__"):
+            if importlib.util.find_spec(f"{package}.{name}"):  # modules import each other by it
+                return importlib.import_module(f"{package}.{name}")
             with lock:  # one for each package: another thread may import a module of this one
                 if not is_used(package):
                     _used.add(package)

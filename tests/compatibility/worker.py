@@ -44,7 +44,7 @@ class Worker:
             return Measurement(FAILED, f"took more than {self.time_limit:.0f} s")
         try:
             measured: Measurement = pipe.recv()
-        except EOFError:
+        except (EOFError, ConnectionResetError):  # the second if it has not read the question
             process = self._process
             assert process is not None
             process.join()

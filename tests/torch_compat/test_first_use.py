@@ -149,3 +149,25 @@ def test_the_hooks_of_the_import_act_before_a_name_is_used(said: str, saved: Pat
         program = program.replace(before, "")
     done = subprocess.run([sys.executable, "-c", program, saved], capture_output=True, text=True, check=False)
     assert not done.returncode, done.stderr
+
+
+#: Imports each module named on the command line first, in a process of its own.
+EACH_FIRST = """
+import importlib, os, sys
+import torch, torch._inductor.compile_fx, collage_fx
+for name in sys.argv[1:]:
+    if not (child := os.fork()):
+        importlib.import_module(name)
+        os._exit(0)
+    if os.waitpid(child, 0)[1]:
+        sys.exit(name)
+"""
+
+
+def test_each_part_of_the_library_can_be_imported_first() -> None:
+    """As a program's first line, and a worker process that unpickles a function, do."""
+    root = Path(importlib.import_module("collage_fx").__file__ or "").parent
+    packages = [f"collage_fx.{path.parent.relative_to(root)}" for path in root.rglob("*/__init__.py")]
+    names = [*(name.replace("/", ".") for name in packages), "collage_fx.torch_compat.tensors"]
+    assert len(names) > 15
+    subprocess.run([sys.executable, "-c", EACH_FIRST, *names, "collage_fx.options.budgets"], check=True)
