@@ -556,9 +556,9 @@ def _convert(tensor: Tensor, error_format: ErrorFormat) -> None:
     with real_tensors(), torch.no_grad():
         hi = local_tensor(tensor.detach())
         terms = found.format.error_terms(hi, *found.auxiliaries) if found.is_current else ()
-        term = sum(each.float() for each in terms)
+        term = torch.as_tensor(sum(each.float() for each in terms))
     reset_error_terms(tensor)
-    fill(ensure_record(tensor, error_format, name=""), tensor, torch.as_tensor(term))
+    fill(ensure_record(tensor, error_format, name=""), tensor, term)
 
 
 def fill(record: ErrorTermRecord, tensor: Tensor, term: Tensor) -> None:
