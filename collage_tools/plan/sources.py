@@ -104,9 +104,11 @@ def from_hf(name: str, changes: Mapping[str, Any]) -> Source:
             f"{kind}, the model_type of {name!r}, is no causal language model of transformers",
             f"{did_you_mean(str(kind), KINDS)}, or give a Python file with model() and loss()",
         )
-    known = CONFIG_MAPPING[kind]().to_dict()
-    for key in changes.keys() - known:
-        raise _refusal(f"a configuration of {kind} has no entry {key!r}", did_you_mean(key, known))
+    usual = CONFIG_MAPPING[kind]()
+    for key in changes:
+        if not hasattr(usual, key):  # GPT-2 has hidden_size as another name of n_embd
+            hint = did_you_mean(key, usual.to_dict())
+            raise _refusal(f"a configuration of {kind} has no entry {key!r}", hint)
     try:
         config = CONFIG_MAPPING[kind](**{**entries, **changes})
     except Exception as error:  # of transformers or huggingface_hub

@@ -286,7 +286,7 @@ def test_no_sharding_is_proposed_where_whole_layers_are_too_large() -> None:
         ("--hf llama --set hiden_size=4", "has no entry 'hiden_size'"),
         ("--hf llama --set num_hidden_layers=six", "llama refuses its configuration"),
         ("--hf llama --set hidden_size", "--set takes NAME=VALUE"),
-        ("--hf gpt2", "sequences of 2048 tokens, where gpt2 has 1024 positions"),
+        ("--hf gpt2 --set hidden_size=96", "sequences of 2048 tokens, where gpt2 has 1024 positions"),
         ("--hf llama --optimizer Muon", "Muon() is refused"),
         ("--hf llama --dtype float32", "'float32' is not allowed"),
         ("--hf llama --fsdp 0", "'0' is no positive integer"),
