@@ -180,9 +180,10 @@ def enough(updates: Updates, budgets: Sequence[Budget], most: float = ENOUGH) ->
     """
     for each in budgets:
         fmt = PACKED_FORMATS[each.state or "bf16"][1]  # bfloat16 in place of state that is not packed
+        formats = dict.fromkeys(updates.of, ERROR_FORMATS[each.error_format])
         with real_tensors():  # a step may be traced now
-            states = [_by_state(fmt, 0.999, is_repaid=False, are_squares=True)] * (each.strategy == "light")
-            error = _predicted(updates, dict.fromkeys(updates.of, ERROR_FORMATS[each.error_format]), states)
+            state = _by_state(fmt, 0.999, is_repaid=False, are_squares=True)
+            error = _predicted(updates, formats, [state] if each.strategy == "light" else [])
         if (each.error_format == "exact") if error is None else error <= most:
             return each
     return None
@@ -210,7 +211,7 @@ def _predicted(
 
 
 def _by_state(fmt: ErrorFormat, share: float, *, is_repaid: bool, are_squares: bool) -> tuple[float, float]:
-    """Return squared errors, relative to the squares of an update and of the way: Note [The model]."""
+    """Return the squared error that a state causes, as shares of the squares of an update and of the way."""
     _, own = fmt.noise(1 - share, torch.ones(()), torch.ones(()), torch.bfloat16)
     kept = float(own) / (1 - share + math.sqrt(3) / STEPS) ** 2
     if is_repaid:
@@ -253,10 +254,9 @@ def _samples(optimizer: Optimizer) -> dict[str, Tensor]:
         if is_readable and (record is None or record.format.is_elementwise):
             most = math.ceil(ELEMENTS ** (1 / max(1, hi.dim())))
             places = tuple(slice(None, None, -(-size // most)) for size in hi.shape)
-            found[name] = hi[places].double()
-            if record is not None:
-                terms = (each[places] if each.dim() else each for each in record.auxiliaries)
-                found[name] = record.format.join(hi[places], *terms).double()
+            terms = [each[places] if each.dim() else each for each in (record.auxiliaries if record else ())]
+            value = record.format.join(hi[places], *terms) if record else hi[places]
+            found[name] = value.double()
     return found
 
 
