@@ -1,15 +1,17 @@
-"""Optimizers that a user would otherwise write: eager Collage, and Kahan summation to be compiled."""
+"""Optimizers that a user would otherwise write: eager Collage, Kahan summation to be compiled, and Lion."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 
 from collage_fx.numerics.arithmetic import double_word_constant, grow, multiply_double_words
 
-__all__ = ["BETAS", "EPS", "LR", "WEIGHT_DECAY", "EagerCollage", "KahanAdamW"]
+__all__ = ["BETAS", "EPS", "LR", "WEIGHT_DECAY", "EagerCollage", "KahanAdamW", "Lion"]
 
 #: Of every AdamW here.
 LR, BETAS, EPS, WEIGHT_DECAY = 1e-4, (0.9, 0.999), 1e-8, 0.1
@@ -101,3 +103,22 @@ def _kahan_adamw(
         old = p.clone()
         p.add_(c)
         c.add_(old - p)
+
+
+class Lion(Optimizer):
+    """Sign of the interpolated momentum (arXiv 2302.06675)."""
+
+    def __init__(self, params: Any, lr: float, weight_decay: float = 0.0) -> None:
+        super().__init__(params, {"lr": lr, "weight_decay": weight_decay})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for p in group["params"]:
+                state = self.state[p]
+                if not state:
+                    state["exp_avg"] = torch.zeros_like(p)
+                update = (0.9 * state["exp_avg"] + 0.1 * p.grad).sign()
+                p.mul_(1 - group["lr"] * group["weight_decay"])
+                p.add_(update, alpha=-group["lr"])
+                state["exp_avg"].lerp_(p.grad, 0.01)

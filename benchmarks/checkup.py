@@ -38,6 +38,7 @@ from torch.func import functional_call
 from torch.optim import SGD, Adafactor, Adam, AdamW, Muon, Optimizer
 
 import collage_fx
+from benchmarks.by_hand import Lion
 from collage_fx.state.safetensors_file import write_safetensors
 from collage_tools.checkup.code_counts import LEAST_SIGNIFICANCE
 from collage_tools.checkup.verdicts import CANNOT_TELL, NO_SIGN, ROUNDED_AWAY, checkup, strongest
@@ -119,25 +120,6 @@ def batches(seed: int) -> Iterator[tuple[Tensor, Tensor]]:
             tokens.append(torch.multinomial(odds, 1, generator=generator)[:, 0])
         text = torch.stack(tokens[1:], 1)
         yield text[:, :-1], text[:, 1:]
-
-
-class Lion(Optimizer):
-    """Sign of the interpolated momentum (arXiv 2302.06675)."""
-
-    def __init__(self, params: Any, lr: float, weight_decay: float) -> None:
-        super().__init__(params, {"lr": lr, "weight_decay": weight_decay})
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        for group in self.param_groups:
-            for p in group["params"]:
-                state = self.state[p]
-                if not state:
-                    state["exp_avg"] = torch.zeros_like(p)
-                update = (0.9 * state["exp_avg"] + 0.1 * p.grad).sign()
-                p.mul_(1 - group["lr"] * group["weight_decay"])
-                p.add_(update, alpha=-group["lr"])
-                state["exp_avg"].lerp_(p.grad, 0.01)
 
 
 Make = Callable[[list[nn.Parameter], float], list[Optimizer]]

@@ -17,6 +17,7 @@ from tabulate import tabulate
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from benchmarks.by_hand import Lion
 from benchmarks.table import put_between
 from collage_fx import convert, full_value
 
@@ -30,31 +31,11 @@ SHAPE = (64, 64)
 Parameters = list[nn.Parameter]
 
 
-class Lion(Optimizer):
-    """Lion, written as its paper has it."""
-
-    def __init__(self, params: Parameters) -> None:
-        super().__init__(params, {"lr": 1e-5, "weight_decay": 0.1})
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        """Take a step."""
-        for group in self.param_groups:
-            for p in group["params"]:
-                state = self.state[p]
-                if not state:
-                    state["momentum"] = torch.zeros_like(p)
-                momentum = state["momentum"]
-                p.mul_(1 - group["lr"] * group["weight_decay"])
-                p.add_((momentum * 0.9 + p.grad * 0.1).sign(), alpha=-group["lr"])
-                momentum.mul_(0.99).add_(p.grad, alpha=0.01)
-
-
 MAKE: dict[str, Callable[[Parameters], Optimizer]] = {
     "AdamW": lambda parameters: torch.optim.AdamW(parameters, lr=1e-4, weight_decay=0.1),
     "Adam": lambda parameters: torch.optim.Adam(parameters, lr=1e-4),
     "SGD": lambda parameters: torch.optim.SGD(parameters, lr=1e-3, momentum=0.9),
-    "Lion": Lion,
+    "Lion": lambda parameters: Lion(parameters, lr=1e-5, weight_decay=0.1),
     "NAdam": lambda parameters: torch.optim.NAdam(parameters, lr=1e-4),
 }
 BUDGETS: tuple[Mapping[str, Any], ...] = ({}, {"bytes_per_parameter": 8}, {"bytes_per_parameter": 5.1})

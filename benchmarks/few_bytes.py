@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from benchmarks.beyond_fp32 import directed, moved, off
+from benchmarks.by_hand import Lion
 from benchmarks.table import put_between
 from collage_fx import backend_of
 
@@ -31,22 +32,6 @@ WAYS: dict[str, dict[str, Any]] = {
     "8-bit state": {"strategy": "light", "state": "block8"},
     "fewest bytes": {"strategy": "light", "error_format": "byte", "state": "block8"},
 }
-
-
-class Lion(Optimizer):
-    """Lion by its paper (Chen et al., 2023): the sign of an average of momentum and gradient."""
-
-    def __init__(self, params: Any, lr: float = 1e-4, betas: tuple[float, float] = (0.9, 0.99)) -> None:
-        super().__init__(params, {"lr": lr, "betas": betas})
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        for group in self.param_groups:
-            beta1, beta2 = group["betas"]
-            for p in group["params"]:
-                momentum = self.state[p].setdefault("momentum", torch.zeros_like(p))
-                p.sub_(torch.sign(beta1 * momentum + (1 - beta1) * p.grad), alpha=group["lr"])
-                momentum.mul_(beta2).add_(p.grad, alpha=1 - beta2)
 
 
 #: Optimizers, each at a learning rate of its kind.
