@@ -127,9 +127,8 @@ def _check_words(arguments: Sequence[str], parsers: Mapping[str, argparse.Argume
     for word in (each.partition("=")[0] for each in words if each.startswith("--") and each != "--"):
         if word not in known:
             others = [each for each, options in taken.items() if word in options]
-            hint = (
-                f"{' and '.join(others)} have it" if others[1:] else f"{others[0]} has it" if others else ""
-            )
+            several = f"{', '.join(others[:-1])} and {others[-1]} have it" if others[1:] else ""
+            hint = several or "".join(f"{other} has it" for other in others)
             raise UsageError(f"{name} has no option {word!r}; {hint or did_you_mean(word, known)}")
     usage = parsers[name].format_usage()
     is_required = "--optimizer" in usage and "[--optimizer" not in usage
@@ -203,15 +202,13 @@ def _add_optimizer(
         help=f"its class, such as torch.optim.AdamW or package.module.Class{default}",
     )
     add("--lr", type=float, help="learning rate (default: the class's)")
-    add(
-        "--kw",
-        type=partial(_value, "--kw"),
-        action="append",
-        default=[],
-        metavar="NAME=VALUE",
-        help="any other argument of the class",
-    )
+    _add_values(parser, "--kw", "any other argument of the class")
     add("--dtype", type=_choice(dtypes), default="bfloat16", help="dtype of the parameters (bfloat16)")
+
+
+def _add_values(parser: argparse.ArgumentParser, option: str, text: str) -> None:
+    kind = partial(_value, option)
+    parser.add_argument(option, type=kind, action="append", default=[], metavar="NAME=VALUE", help=text)
 
 
 def _add_optimizer_options(parser: argparse.ArgumentParser) -> None:
@@ -549,14 +546,7 @@ def _add_plan_options(parser: argparse.ArgumentParser) -> None:
     source.add_argument("file", nargs="?", type=Path, help="Python file with model(), and loss() if need be")
     source.add_argument("--hf", metavar="CONFIG", help="config.json of a causal language model, or its type")
     add = parser.add_argument
-    add(
-        "--set",
-        type=partial(_value, "--set"),
-        action="append",
-        default=[],
-        metavar="NAME=VALUE",
-        help="entry of the configuration",
-    )
+    _add_values(parser, "--set", "entry of the configuration")
     add("--gpu", type=float, required=True, metavar="GB", help="memory of a GPU")
     add("--seq", type=_positive, required=True, metavar="TOKENS", help="length of a sequence")
     add("--fsdp", type=_positive, default=1, metavar="GPUS", help="GPUs that shard the model (1)")

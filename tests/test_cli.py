@@ -74,7 +74,7 @@ def test_kernels_are_those_of_a_compiled_step(capsys: pytest.CaptureFixture[str]
 @pytest.mark.parametrize(
     ("command", "status", "told"),
     [
-        ("explan --optimizer SGD", 2, "no command 'explan'; did you mean explain?"),
+        ("explan --optimizer SGD", 2, "no command 'explan'; did you mean explain or plan?"),
         ("explain --optimizer AdanW", 2, "no optimizer 'AdanW' in torch.optim; did you mean AdamW"),
         ("explain --optimizer torch.optm.AdamW", 2, "no module 'torch.optm'; did you mean optim?"),
         ("explain --optimizer tarch.optim.AdamW", 2, "no module 'tarch'; did you mean torch"),
@@ -119,7 +119,7 @@ def test_kernels_are_those_of_a_compiled_step(capsys: pytest.CaptureFixture[str]
         ("explain --optimizer AdamW --kw eps=small", 2, "AdamW(eps='small') is refused: "),
         ("explain --optimizer SGD --kernels", 2, "--kernels adds kernels to the HTML page: add --html FILE"),
         ("explain --optimizer SGD --arch sm_80", 2, "--arch chooses the GPU of --code: add --code triton"),
-        ("audit --html x", 2, "audit has no option '--html'; explain and checkup have it"),
+        ("audit --html x", 2, "audit has no option '--html'; explain, checkup and plan have it"),
         ("doctor extra", 2, "doctor takes no argument 'extra'"),
     ],
 )
