@@ -10,12 +10,12 @@ from torch import Tensor
 
 from collage_fx.codegen.address_tables import is_library_loaded, load_library
 from collage_fx.graph import is_dense
+from collage_fx.torch_compat import is_in_host_memory
 
 
 def has_fast_passes(*tensors: Tensor) -> bool:
     """Return whether the functions below can read tensors: in host memory, once the library is loaded."""
-    have_memory = (type(each) in (Tensor, torch.nn.Parameter) for each in tensors)  # a fake tensor has none
-    return is_library_loaded() and all(have_memory) and all(each.device.type == "cpu" for each in tensors)
+    return is_library_loaded() and all(map(is_in_host_memory, tensors))
 
 
 def hash_sum(tensors: Sequence[Tensor]) -> int:

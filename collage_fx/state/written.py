@@ -32,7 +32,7 @@ from collage_fx.errors import warn
 from collage_fx.state.claims import some
 from collage_fx.state.error_terms import ErrorTermRecord, next_event, record_of, same_elements
 from collage_fx.state.packed import PackedTensor
-from collage_fx.torch_compat import detect_fake_mode, local_tensor, version_of
+from collage_fx.torch_compat import is_in_host_memory, local_tensor, version_of
 
 #: Number of steps in which all state tensors are checked, a part each time.
 TURNS = 8
@@ -249,10 +249,5 @@ def _versions_of(tensors: Sequence[Tensor]) -> list[int]:
 
 
 def _are_in_host_memory(tensors: Sequence[Tensor]) -> bool:
-    """Return whether all tensors are ordinary, contiguous and on the CPU; fake tensors have no memory."""
-    if (tensors and tensors[0].device.type != "cpu") or detect_fake_mode(tensors) is not None:
-        return False
-    return all(
-        each is local_tensor(each) and each.device.type == "cpu" and each.is_contiguous() and each.numel()
-        for each in tensors
-    )
+    """Return whether all tensors are ordinary, contiguous and on the CPU."""
+    return all(is_in_host_memory(each) and each.is_contiguous() and each.numel() for each in tensors)

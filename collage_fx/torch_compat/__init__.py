@@ -56,6 +56,7 @@ if TYPE_CHECKING or is_used(__name__):
             decisions_by,
             detect_fake_mode,
             fake_like,
+            is_in_host_memory,
             real_tensors,
             symbol_source,
             symbols_of,

@@ -15,6 +15,8 @@ from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 from torch._subclasses.fake_tensor import FakeTensorMode as FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 
+from collage_fx.torch_compat.tensors import is_wrapper
+
 RELIED_ON = (
     "torch.fx.experimental.symbolic_shapes:ShapeEnv has create_symfloatnode, create_symintnode",
     "torch.fx.experimental.symbolic_shapes:ShapeEnv has create_unspecified_symbol",
@@ -68,6 +70,11 @@ def decisions_by(numbers: Sequence[Any]) -> int:
 def symbols_of(numbers: Iterable[Any]) -> frozenset[str]:
     """Return the names of the symbols in symbolic numbers."""
     return frozenset(str(symbol) for number in numbers for symbol in number.node.expr.free_symbols)
+
+
+def is_in_host_memory(tensor: torch.Tensor) -> bool:
+    """Return whether C++ functions can read a tensor's elements on the CPU: it is no fake, and no wrapper."""
+    return tensor.device.type == "cpu" and not isinstance(tensor, FakeTensor) and not is_wrapper(tensor)
 
 
 def detect_fake_mode(tensors: Iterable[torch.Tensor]) -> FakeTensorMode | None:
