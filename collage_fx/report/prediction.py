@@ -137,22 +137,22 @@ def updates_of(optimizers: Iterable[Optimizer]) -> Updates:
 
 
 def try_updates(optimizer: Optimizer) -> Updates:
-    """Return an optimizer's updates; if none are known yet, try a copy of the optimizer.
+    """Return an optimizer's updates; if none of the run are known, try a copy at its learning rate.
 
     They stay unknown if the learning rate is 0, if no bfloat16 or float16 values can be read, if they depend
     on the size of gradients and there is no gradient, or if the step of the copy raises.
     """
     found, samples = records.of(optimizer, Updates), _samples(optimizer)
     lr = max(_largest(key, optimizer.param_groups) for key in ("lr", "initial_lr"))
-    if found.of or not samples or not lr > 0:
+    if found.made == OF_RUN or lr == found.lr or not samples or not lr > 0:
         return found
     given = [p.grad for name, p in parameter_names(optimizer) if name in samples and p.grad is not None]
     gradients = [local_tensor(each).to_dense() for each in given]
     norm = math.hypot(*(float(each.norm(dtype=torch.float64)) for each in gradients))
     size = norm / math.sqrt(sum(each.numel() for each in gradients)) if norm else 1.0
     tried = _trial(optimizer, samples, size)
-    if norm or _way(tried) < 2 * _way(_trial(optimizer, samples, size / 16)):
-        found.of, found.lr = tried, lr
+    is_known = norm or _way(tried) < 2 * _way(_trial(optimizer, samples, size / 16))
+    found.of, found.lr = (tried, lr) if is_known else ({}, 0.0)
     return found
 
 

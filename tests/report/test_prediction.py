@@ -65,6 +65,17 @@ def test_an_error_is_predicted_within_a_factor_of_two(name: str, way: str, sprea
         assert abs(math.log2(found / measured)) < 1, (found, measured)
 
 
+def test_a_trial_is_of_the_learning_rate_that_the_optimizer_has_now() -> None:
+    optimizer, other = started("AdamW", 0.5, 1e-3), started("AdamW", 0.5, 1e-6)
+    at_first = explain(optimizer, bytes_per_parameter=5.1).predicted_error()
+    optimizer.param_groups[0]["lr"] = 1e-6
+    now, wanted = (explain(each, bytes_per_parameter=5.1).predicted_error() for each in (optimizer, other))
+    assert at_first is not None
+    assert now is not None
+    assert now > 2 * at_first
+    assert now == wanted
+
+
 def test_a_budget_that_is_too_small_is_told_once_with_the_numbers_and_a_budget_that_is_enough() -> None:
     optimizer = install(started("AdamW", 0.5, 1e-6), bytes_per_parameter=5.1)
     assert not stepped(optimizer, ENOUGH_STEPS - 1)
