@@ -278,7 +278,7 @@ def test_shards_of_fsdp2_are_converted_there_and_back(two_processes: Processes) 
         assert "param_dtype=torch.bfloat16" in refusal
 
 
-# What is refused. -------------------------------------------------------------------------------------------
+# Refusals. --------------------------------------------------------------------------------------------------
 
 
 Call = tuple[nn.Module, Any, dict[str, Any]]

@@ -62,7 +62,7 @@ class Counting(Optimizer):
 
 
 class AllUses(Descent):
-    """One use of a learning rate for each parameter of a group."""
+    """Step that uses the learning rate of a group in another way for each of its parameters."""
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
@@ -173,7 +173,7 @@ def _parameters(optimizer: Optimizer) -> list[torch.Tensor]:
 
 
 def _operations(gm: torch.fx.GraphModule, *, numbers: bool) -> list[str]:
-    """What each node does, in any order: names and the order of independent updates are free.
+    """List the operations of a graph, sorted: names and the order of independent updates are free.
 
     The numbers of a group are computed for each member of a family of several groups: they may be left out.
     """

@@ -80,7 +80,7 @@ def sgd(params: Any) -> torch.optim.Optimizer:
 @functools.cache
 def source_of(name: str) -> Source:
     if name != "file":
-        pytest.importorskip("transformers")
+        pytest.importorskip("transformers", reason="pip install 'collage-fx[trainers]'")
         return from_hf(name, {"llama": LLAMA, "gpt_neox": NEOX}[name])
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "blocks.py"
@@ -103,7 +103,7 @@ def real(source: Source) -> torch.nn.Module:
 @pytest.mark.parametrize(("name", "make"), [("llama", sgd), ("gpt_neox", sgd), ("file", adamw)])
 @pytest.mark.parametrize("checkpointing", [False, True])
 def test_the_peak_is_the_allocators(name: str, make: Any, checkpointing: bool) -> None:
-    """Of a whole job with fp32 masters: model, gradients, state, and the passes of a second micro-batch."""
+    """Allocated by a job with fp32 masters: model, gradients, state, passes of a second micro-batch."""
     source = source_of(name)
     kept: list[Any] = []
 
@@ -201,7 +201,7 @@ def test_the_largest_micro_batch_fits_and_the_next_does_not() -> None:
 
 
 def test_attention_keeps_no_squares_with_dropout_either() -> None:
-    pytest.importorskip("transformers")
+    pytest.importorskip("transformers", reason="pip install 'collage-fx[trainers]'")
     peaks = []
     for dropout in (0.0, 0.1):
         source = from_hf("gpt_neox", {**NEOX, "attention_dropout": dropout})
@@ -301,7 +301,7 @@ def test_a_mistake_is_named(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     if "--hf" in command:
-        pytest.importorskip("transformers")
+        pytest.importorskip("transformers", reason="pip install 'collage-fx[trainers]'")
     monkeypatch.chdir(tmp_path)
     Path("empty.py").write_text("")
     made = "import torch\ndef model(): return torch.nn.Linear(4, 4)"
