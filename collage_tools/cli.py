@@ -588,6 +588,36 @@ def _plan(options: argparse.Namespace, _: list[str]) -> int:
     return FAILED if shortage else 0
 
 
+# convert ----------------------------------------------------------------------------------------------------
+
+
+def _add_convert_options(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("source", metavar="IN", type=Path, help="file or folder of a checkpoint of model and optimizer")
+    add("target", metavar="OUT", type=Path, help="file or folder to write, in the same form")
+    dtypes = ("bfloat16", "float32")
+    add("--dtype", type=_choice(dtypes), default="bfloat16", help="bfloat16, or float32: the way back")
+    add("--keep", action="append", default=[], metavar="NAME", help="tensor or module that stays as it is")
+    add("--job", type=Path, metavar="FILE", help="Python file with the job's model() and optimizer(model)")
+
+
+def _convert(options: argparse.Namespace, _: list[str]) -> int:
+    import torch
+
+    from collage_tools.conversion import convert_checkpoint
+
+    with clock(f"collage-fx: reading {options.source}"):
+        done = convert_checkpoint(
+            options.source,
+            options.target,
+            getattr(torch, options.dtype),
+            job=options.job,
+            keep=options.keep,
+        )
+    print(f"{done}\n\nWritten: {options.target}")
+    return 0
+
+
 # error ------------------------------------------------------------------------------------------------------
 
 
@@ -654,6 +684,11 @@ COMMANDS = {
         "memory of a training job by kind and budget, and its largest micro-batch; allocates nothing",
         _plan,
         _add_plan_options,
+    ),
+    "convert": Command(
+        "make the checkpoint of a float32 job one of a compensated bfloat16 job, or back, and lose no bit",
+        _convert,
+        _add_convert_options,
     ),
     "doctor": Command(
         "versions, compiler, devices, and whether roundings survive on each", _doctor, _add_doctor_options

@@ -232,7 +232,8 @@ LAW_OF_TOOLS: dict[str, set[str]] = {
     "checkup": {"pages"},
     "gpu_code": set(),
     "plan": {"pages"},
-    "cli": {"checkup", "gpu_code", "plan"},
+    "conversion": {"checkup"},
+    "cli": {"checkup", "conversion", "gpu_code", "plan"},
 }
 
 #: Modules of the core whose names are public: docs/api.md lists them.

@@ -564,6 +564,7 @@ def _read(optimizer: Optimizer, given: Mapping[str, Any], *, may_rename: bool = 
         saved, kept, outer.saved, outer.kept = outer.saved, outer.kept, {}, {}
     else:
         kept = _kept_among(saved)
+        _drop_present_formats(optimizer, plain, saved)
         _refuse_mismatches(optimizer, plain, saved, kept, may_rename=may_rename)
         _refuse_damaged(plain, saved)
     live = {owner: tensor.dtype for owner, _, tensor in _held(optimizer, plain)}
@@ -887,6 +888,19 @@ def _by_owner(keyed: Iterable[tuple[Any, str, Tensor]]) -> Saved:
 def _saved_zero() -> Tensor:
     """Return a count of no steps as a checkpoint holds it."""
     return COUNT.saved(COUNT.zeros(torch.device("cpu")))
+
+
+def _drop_present_formats(optimizer: Optimizer, plain: StateDict, saved: Saved) -> None:
+    """Drop entries of the optimizer's present formats where the checkpoint has another.
+
+    ``set_optimizer_state_dict`` of torch adds to a full state dict the entries that the optimizer has now.
+    """
+    for key, _, parameter in _keyed_parameters(optimizer, plain):
+        for slot, tensor in ((PARAMETER_SLOT, parameter), *_state_slots(optimizer.state.get(parameter))):
+            auxiliaries, record = saved.get((key, slot), {}), record_of(tensor)
+            if record is not None and len({name for name, _ in auxiliaries}) > 1:
+                for each in [each for each in auxiliaries if each[0] == record.format.name]:
+                    del auxiliaries[each]
 
 
 def _refuse_mismatches(

@@ -15,7 +15,7 @@ from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 from torch.optim import Optimizer
 
-from collage_fx import full_value
+from collage_fx import full_value, install
 from tests.support.training import compiled, differences, everything, run_steps, set_as_own_step
 from tests.support.warned import tensors_in, warned
 
@@ -146,3 +146,30 @@ def test_a_plain_checkpoint_is_loaded_in_part(*, flatten: bool, tmp_path: Path) 
     assert [(len(names), more) for names, more in named] == [(3, 1)] * 2  # of state, of weights
     for p, q in zip(second.parameters(), plain.parameters(), strict=True):
         assert torch.equal(full_value(p), q.double())
+
+
+@pytest.mark.parametrize(
+    ("of", "into"),
+    [
+        ({}, {"bytes_per_parameter": 5.1}),
+        ({"bytes_per_parameter": 5.1}, {}),
+        ({"error_format": "mcf"}, {"strategy": "full", "error_format": "exact"}),
+    ],
+    ids=["to 5.1", "from 5.1", "mcf to exact"],
+)
+def test_a_full_state_dict_goes_into_an_optimizer_with_other_formats(
+    of: dict[str, Any], into: dict[str, Any]
+) -> None:
+    options = StateDictOptions(full_state_dict=True)
+    jobs = []
+    for each in (of, into):
+        network = model(64)
+        jobs.append((network, install(torch.optim.AdamW(network.parameters(), lr=1e-3), **each)))
+    (first, optimizer), (second, other) = jobs
+    run_steps(optimizer.step, list(first.parameters()), range(3))
+    weights, state = get_state_dict(first, optimizer, options=options)
+    set_state_dict(second, other, model_state_dict=weights, optim_state_dict=state, options=options)
+    for one, two in zip(first.parameters(), second.parameters(), strict=True):
+        assert torch.equal(full_value(one), full_value(two))
+        for key in ("exp_avg", "exp_avg_sq"):
+            assert torch.equal(full_value(optimizer.state[one][key]), full_value(other.state[two][key]))
