@@ -173,3 +173,21 @@ def test_a_line_that_no_usual_test_runs_is_left_to_all_tests_of_its_row(
         assert "passes/limits.py:1: tests/test_limits.py::test_limit (" in said
         assert "passes/limits.py:5: tests/test_limits.py::test_slow (" in said
     assert file.is_file()
+
+
+def test_a_coverage_file_of_other_tests_is_refused(tmp_path: Path) -> None:
+    """Pytest would fail for each fault, as if a test had found it."""
+    source = "def doubled(value: int) -> int:\n    return value + value\n"
+    test = """\
+        from collage_fx.doubled import doubled
+
+        def test_doubled() -> None:
+            assert doubled(3) == 6
+        """
+    repository(tmp_path, ("collage_fx/doubled.py", source), {"test_doubled.py": test})
+    given = ["--since", "ever", "--coverage", str(tmp_path.parent / f"{tmp_path.name}.coverage")]
+    assert main(given, tmp_path) == 0
+    renamed = tmp_path / "tests" / "test_doubled.py"
+    renamed.write_text(renamed.read_text().replace("test_doubled()", "test_twice()"))
+    with pytest.raises(SystemExit, match=r"no test .*::test_doubled: the coverage file is of other tests"):
+        main(given, tmp_path)

@@ -183,22 +183,33 @@ def measure(folder: Path, file: Path) -> None:
         raise SystemExit("tests fail without any mutant")
 
 
-def run_tests(folder: Path, tests: Sequence[str]) -> tuple[str, float]:
-    """Run tests in a copy; return the first that fails, or what else ended the run, and the seconds."""
-    options = ["-x", "-q", "-p", "no:cacheprovider", "--show-capture=no", "--tb=no", "-rfE"]
+def refuse_unknown(folder: Path, tests: Sequence[str]) -> None:
+    """Raise if tests of a coverage file are not in the repository: pytest would fail, whatever the mutant."""
+    ran = pytest_of(folder, tests, "--collect-only")
+    if unknown := re.search(r"^ERROR: not found: (.+)", ran.stdout + ran.stderr, re.MULTILINE):
+        raise SystemExit(f"no test {unknown[1]}: the coverage file is of other tests; measure it again")
+
+
+def pytest_of(folder: Path, tests: Sequence[str], *options: str) -> subprocess.CompletedProcess[str]:
+    """Run pytest on tests of a copy."""
     (folder / "build").mkdir(exist_ok=True)
     (listed := folder / "build" / "mutated.txt").write_text("\n".join(tests), encoding="utf-8")
+    return subprocess.run(
+        [sys.executable, "-B", "-m", "pytest", "-q", "-p", "no:cacheprovider", *options, f"@{listed}"],
+        cwd=folder,
+        env={**os.environ, "PYTHONPATH": str(folder)},
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE + PATIENCE_OF_TEST * len(tests),
+        check=False,
+    )
+
+
+def run_tests(folder: Path, tests: Sequence[str]) -> tuple[str, float]:
+    """Run tests in a copy; return the first that fails, or what else ended the run, and the seconds."""
     begun = time.monotonic()
     try:
-        ran = subprocess.run(
-            [sys.executable, "-B", "-m", "pytest", *options, f"@{listed}"],
-            cwd=folder,
-            env={**os.environ, "PYTHONPATH": str(folder)},
-            capture_output=True,
-            text=True,
-            timeout=PATIENCE + PATIENCE_OF_TEST * len(tests),
-            check=False,
-        )
+        ran = pytest_of(folder, tests, "-x", "--show-capture=no", "--tb=no", "-rfE")
     except subprocess.TimeoutExpired:
         return "no end", time.monotonic() - begun
     seconds = time.monotonic() - begun
@@ -236,6 +247,9 @@ def main(argv: Sequence[str], root: Path) -> int:
         file = given.coverage or Path(temporary) / "coverage"
         if not (file.is_file() or given.tests):
             measure(folders[0], file)
+        if not given.tests:
+            named = {test for each in mutants for test in repository.tests_of(each, file) if "::" in test}
+            refuse_unknown(folders[0], sorted(named))
         for mutant, killer, seconds in repository.outcomes(mutants, folders, file):
             print(f"{mutant.path}:{mutant.line}: {killer or 'SURVIVES'} ({seconds:.0f} s)", flush=True)
             if not killer:
