@@ -10,7 +10,7 @@ from tabulate import tabulate
 
 from collage_fx.tools.audit import COMPENSATED, FAILED, REFUSED, UNSUPPORTED
 from tests.compatibility.catalog import BEFORE_SAVED, OTHER_SHAPES, SHAPES, STEPS
-from tests.compatibility.table import NOT_TRIED, SAME_BITS, Key, Line, error_in, is_good
+from tests.compatibility.table import NOT_TRIED, Key, Line, error_in, is_good
 
 __all__ = ["NO", "REMARK", "UNDER_A_BUDGET", "WORKS", "Subject", "answer", "details", "subjects"]
 
@@ -53,8 +53,8 @@ brackets are the bytes for each parameter: weight, state and error terms.
 
 {budgets}
 
-"at least 7.01 B" means that this optimizer cannot take fewer bytes: an error says so before the first step,
-or after it if the step is [recorded](limits.md#recorded-steps).
+"≥ 7.01 B" means that this optimizer cannot take fewer bytes: an error says so before the first step, or after
+it if the step is [recorded](limits.md#recorded-steps).
 
 ## Which dtypes?
 
@@ -72,17 +72,17 @@ DETAILS = """\
 Each measurement is {steps} steps of an unmodified optimizer after `collage_fx.install(opt)`, from weights
 N(0, 1). The learning rate moves weights by 1e-5 to 1e-4 a step, which plain bfloat16 mostly loses.
 
-- *error*: ‖Δ − Δ64‖ / ‖Δ64‖. Δ is how far the parameters went, Δ64 how far they go in float64 with the same
-  gradients. 0 is perfect, 1 is as good as not moving. *plain* is eager bfloat16. The largest of all options
-  and dtypes with error terms.
+- *error*: ‖Δ − Δ64‖ / ‖Δ64‖, the largest of all options and dtypes. Δ is how far the parameters went, Δ64 how
+  far they go in float64 with the same gradients. 0 is perfect, 1 is as good as not moving. *plain* is eager
+  bfloat16.
 - *bytes* in brackets: parameters, state and error terms, for each parameter.
-- *8 B*, *5.1 B*: the same with `bytes_per_parameter=8` and `5.1`, with the default options. "at least" is
-  the smallest budget that is accepted. {not_tried} means not measured.
-- *options*: how many combinations of options and dtypes were tried.
+- *8 B*, *5.1 B*: the same with `bytes_per_parameter=8` and `5.1`, with the default options. "≥ 6 B": no
+  smaller budget is accepted. {not_tried} means not measured.
 - *other shapes*: the largest error of one parameter, on {others} (those that the class takes in plain
   PyTorch).
-- *resumes*: whether a run that is saved after {saved} steps, written to a file and loaded into new parameters
-  and a new optimizer goes on with the same bits.
+- A run that is saved after {saved} steps, written to a file and loaded into new parameters and a new
+  optimizer goes on with the same bits, unless a note says otherwise.
+- Numbers such as [1] are notes of [the short answer](compatibility.md).
 - Parameters are a matrix of {matrix} (the smallest that is packed) and a vector of {vector}, which keeps
   16-bit state; for Muon two matrices.
 
@@ -90,8 +90,6 @@ Optimizers with Kahan summation (`kahan_sum=True`) are at least as accurate as t
 own term.
 
 {table}
-
-{notes}
 
 Written by `./dev compat` with torch {torch} on {machine}."""
 
@@ -102,10 +100,10 @@ class Notes:
 
     numbers: dict[str, int] = field(default_factory=dict)
 
-    def mark(self, texts: Iterable[str]) -> str:
-        """Return the marks of texts, such as `` [1] [2]``."""
-        marks = (f" [{self.numbers.setdefault(text, len(self.numbers) + 1)}]" for text in texts)
-        return "".join(dict.fromkeys(marks))
+    def mark(self, subject: Subject) -> str:
+        """Return the mark of a class's remarks, such as `` [1]``; nothing for a class without remarks."""
+        text = "; ".join(subject.remarks)
+        return f" [{self.numbers.setdefault(text, len(self.numbers) + 1)}]" if text else ""
 
     def __str__(self) -> str:
         return "\n".join(f"- [{number}] {text}" for text, number in self.numbers.items())
@@ -133,18 +131,16 @@ class Subject:
         found = [before + _plain(note) for note in notes if not re.fullmatch(r"\d+ steps", note)]
         if not found and any(line.falls_short for line in self.lines):
             found = [f"float32 parameters are off by {self.lines[0].single}, too"]
-        found += [f"on other shapes: {_words(cell)}" for cell in self._cells("other_shapes") if _is_bad(cell)]
-        found += [f"a resumed run: {_words(cell)}" for cell in self._cells("resumed") if _is_bad(cell)]
+        for name, where in (("other_shapes", "on other shapes"), ("resumed", "a resumed run")):
+            for cell in filter(_is_bad, self._cells(name)):
+                words = _words(cell)
+                for reason in found:
+                    words = words.replace(f"({reason.removeprefix(before)})", "for the same reason")
+                found.append(f"{where}: {words}")
         return list(dict.fromkeys(found))
 
     def _cells(self, name: str) -> list[str]:
         return [getattr(line, name) for line in self.lines]
-
-    @property
-    def resumed(self) -> str:
-        """Result of resumed runs: "yes", "no", or "–" where none was tried."""
-        tried = {cell == SAME_BITS for cell in self._cells("resumed") if cell != NOT_TRIED}
-        return NOT_TRIED if not tried else "yes" if tried == {True} else "no"
 
     @property
     def other_shapes(self) -> str:
@@ -170,7 +166,7 @@ def _is_bad(cell: str) -> bool:
 
 def _words(cell: str) -> str:
     """Return a cell of a check as a remark."""
-    outcome = re.sub(r"^[<\d.e+-]+ ?[\d.]*( \([^)]*×\))? ?", "", cell)
+    outcome = re.sub(r"^[<\d.e+-]+ ?[\d.]*( ?\([^)]*×\))? ?", "", cell)
     return re.sub(r"\{(.*?)\}", lambda found: f"({_plain(found[1])})", outcome)
 
 
@@ -194,6 +190,17 @@ def subjects(lines: Iterable[Line]) -> list[Subject]:
     return [Subject(tuple(each)) for each in found.values()]
 
 
+def _notes(every: Sequence[Subject]) -> Notes:
+    """Return the notes of all classes, numbered in the order of the page with the answer."""
+    notes = Notes()
+    for package in dict.fromkeys(each.package for each in every):
+        for result in (REMARK, NO):
+            for each in every:
+                if (each.package, each.result) == (package, result):
+                    notes.mark(each)
+    return notes
+
+
 def answer(lines: Mapping[Key, Line], about: Mapping[str, str]) -> str:
     """Return the page with the answer.
 
@@ -203,12 +210,12 @@ def answer(lines: Mapping[Key, Line], about: Mapping[str, str]) -> str:
     """
     every = subjects(lines.values())
     by_result = {result: [each for each in every if each.result == result] for result in (WORKS, REMARK, NO)}
-    notes = Notes()
+    notes = _notes(every)
     rows = []
     for package in dict.fromkeys(each.package for each in every):
         cells = [
             ", ".join(
-                each.name + ("" if result == WORKS else notes.mark(each.remarks))
+                each.name + ("" if result == WORKS else notes.mark(each))
                 for each in found
                 if each.package == package
             )
@@ -240,20 +247,17 @@ def _named(line: Line) -> str:
 
 def details(lines: Iterable[Line], about: Mapping[str, str]) -> str:
     """Return the page with a row for each class, without its section on dtypes."""
-    notes = Notes()
+    every = subjects(lines)
+    notes = _notes(every)
     rows = []
-    package = ""
-    for each in subjects(lines):
-        worst = max(each.lines, key=lambda line: (line.error_value, line.outcome))
-        _, *budgets = _errors(each.lines[0])
-        word = ", ".join(sorted(each.outcomes)) if each.result == NO else "works"
-        result = "" if each.result == WORKS else f"{word}{notes.mark(each.remarks)}"
-        if each.package != package:
-            rows.append((f"**{each.package}**", *[""] * 8))
-            package = each.package
-        measured = (worst.plain, _errors(worst)[0], *budgets, each.other_shapes, each.resumed)
-        rows.append((each.name, str(len(each.lines)), *measured, result))
-    headers = ("class", "options", "plain", "default", "8 B", "5.1 B", "other shapes", "resumes", "remark")
+    for package in dict.fromkeys(each.package for each in every):
+        rows.append((f"**{package}**", *[""] * 5))
+        for each in (each for each in every if each.package == package):
+            worst = max(each.lines, key=lambda line: (line.error_value, line.outcome))
+            _, *budgets = _errors(each.lines[0])
+            name = each.name + ("" if each.result == WORKS else notes.mark(each))
+            rows.append((name, worst.plain, _errors(worst)[0], *budgets, each.other_shapes))
+    headers = ("class", "plain", "default", "8 B", "5.1 B", "other shapes")
     return DETAILS.format(
         steps=STEPS,
         matrix="×".join(map(str, SHAPES[0])),
@@ -262,7 +266,6 @@ def details(lines: Iterable[Line], about: Mapping[str, str]) -> str:
         others=", ".join("×".join(map(str, shape)) or "a scalar" for shape in OTHER_SHAPES),
         saved=BEFORE_SAVED,
         table=_table(headers, rows),
-        notes=notes,
         **about,
     )
 
@@ -279,7 +282,7 @@ def _errors(line: Line) -> tuple[str, str, str]:
 def _cell(error: str, held: str) -> str:
     least = re.search(r"(?:takes|holds) ([\d.]+)", error)
     if error.startswith(REFUSED) and least:
-        return f"at least {least[1]} B"
+        return f"≥ {least[1]} B"
     number = re.sub(r" ?\([^)]*×\)| ?\{.*?\}", "", error).replace("< 0.001", "<0.001")
     return f"{number} ({held} B)" if held and held != NOT_TRIED else number or NOT_TRIED
 
