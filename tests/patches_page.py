@@ -14,14 +14,12 @@ HEAD = """# What is replaced in torch
 
 collage_fx replaces {count} functions of torch where torch has no hook. {bits} of them keep results right,
 {speed} save time or memory; without the latter all goes on with the same bits. Most are in force only while
-this backend compiles, in the compiling thread. `collage-fx doctor` tells whether they fit your version of
-torch.
+this backend compiles, in the compiling thread. `collage-fx doctor --patches` tells whether each fits your
+version of torch, and what torch would have to make public for it to go. Note [Patches] in
+`collage_fx/torch_compat/patching.py` has the rules.
 
-*goes with* says what torch would have to make public for a patch to go, or the version in which it is no
-longer needed. Note [Patches] in `collage_fx/torch_compat/patching.py` has the rules.
-
-| patch | in place of | in force | for | why | goes with |
-|---|---|---|---|---|---|
+| in place of | in force | for | why |
+|---|---|---|---|
 """
 
 
@@ -29,8 +27,7 @@ def row(patch: Patch) -> str:
     """The line of a patch."""
     target = patch.target.partition("(")[0].partition(" has ")[0].replace(":", ".")
     during = "always" if patch.during == "the process" else f"in {patch.during}"
-    cells = (patch.name, f"`{target}`", during, patch.needed_for, patch.why, patch.goes_with)
-    return "| " + " | ".join(cells) + " |\n"
+    return "| " + " | ".join((f"`{target}`", during, patch.needed_for, patch.why)) + " |\n"
 
 
 def page() -> str:

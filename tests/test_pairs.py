@@ -337,14 +337,21 @@ PAGE = Path(__file__).parents[1] / "docs" / "pairs.md"
 HEAD = """# Features together
 
 Each feature was tried with each other one, in 20 steps of AdamW on six weights (with
-DistributedDataParallel and FSDP2 on two processes): the values have to be those of float64 to a tenth of
+DistributedDataParallel and FSDP2 on two processes). The values have to be those of float64 to a tenth of
 what plain bf16 loses, and a run that is saved after ten steps and resumed has to have the same bits.
-Every pair is right but for these, which are refused by name, and for ways and formats of which a program
-has one. `tests/test_pairs.py` tries a tenth of the pairs in each run, and all of them nightly; it writes
-this page.
+
+These go with every other feature: {free}.
+
+Of the others, every pair is right but for these. What is refused is refused by name.
+`tests/test_pairs.py` tries a tenth of the pairs in each run, and all of them nightly; it writes this page.
 
 | feature | refused with | is used in place of, or torch refuses it with |
 |---|---|---|
+{rows}
+`collage_fx.convert` is no row, because it is called once, between two steps. It comes before the optimizer
+is installed, and so before `step_in_backward` and `offload`; to go back to float32, `remove()` their handle
+first. It takes FSDP2, and the module inside of DistributedDataParallel
+([in the middle of a run](pure-bf16.md#in-the-middle-of-a-run)).
 """
 
 #: Pairs that exclude each other: both are ways to step, or choose the formats, or torch refuses them.
@@ -413,13 +420,16 @@ REFUSED = {
 def page() -> str:
     """Return the page that says which pairs are refused; all others are right."""
     tried = list(pairs())
-    lines = []
+    free, lines = [], []
     for name in BY_NAME:
         refused = [each for each in BY_NAME if (name, each) in REFUSED or (each, name) in REFUSED]
         others = [each for each in BY_NAME if not {(name, each), (each, name)} & {*tried} and each != name]
+        if not refused and not others:
+            free.append(SHOWN[name])
+            continue
         shown = ("; ".join(SHOWN[each] for each in some) or "–" for some in (refused, others))
         lines.append(f"| {SHOWN[name]} | {' | '.join(shown)} |\n")
-    return HEAD + "".join(lines)
+    return HEAD.format(free="; ".join(free), rows="".join(lines))
 
 
 def test_the_page_lists_the_pairs() -> None:
