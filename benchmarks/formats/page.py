@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import textwrap
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -14,9 +15,12 @@ from tabulate import tabulate
 from benchmarks.formats import asked
 from benchmarks.formats.asked import ASKED, HIGH, LOW, Results, score
 from benchmarks.formats.peers import SOURCES
-from benchmarks.formats.rows import OURS, TORCH
+from benchmarks.formats.rows import CANDIDATE, OURS, TORCH
 
 PEER = "peer, simulated"
+
+#: Recorded gradients whose columns are in the file of results alone.
+LEFT_OUT = "lr 1e-3"
 
 #: Okabe-Ito, for colour-blind readers.
 COLOURS = {OURS: "#0072B2", TORCH: "#000000", PEER: "#D55E00"}
@@ -34,7 +38,11 @@ How much does AdamW lose if its state is stored in fewer bytes between two steps
 All rows replay the same gradients from the same weights. They differ only in how they store the state. The
 **error** is ‖d − d64‖ / ‖d64‖, with d the displacement of the weights and d64 that in float64: 0 is
 perfect, 1 is as good as not moving at all, and more is noise. It is not a training loss: a larger error
-need not mean a worse model."""
+need not mean a worse model.
+
+This is about formats alone: first moments are dithered in all rows of ours, as by `rounding="dither"`. The
+default rounding [repays](strategies.md#what-has-no-error-terms) their errors, so that those of 10 bytes are
+smaller ([measured](beyond-fp32.md))."""
 
 METHOD = """\
 - **Recorded** gradients: {recorded_steps} steps of a byte-level GPT that trains in bfloat16 on the sources
@@ -50,11 +58,10 @@ METHOD = """\
   zero and its first moment is not. **v: rms** is the relative error of stored second moments in the second
   half of a run.
 - Rows of other projects are simulated in float32 on a CPU, from published papers and code: none of their
-  kernels has run. The moments of COAT and FP8-LM are the plug-in `examples/peer_formats.py`. Candidates are
-  formats that this library does not have. Real optimizers, those of other projects included, are measured
-  in [float32 parameters](float32.md).
-- beta2 = 0.95, each kind of hard gradients, and further numbers are in
-  `benchmarks/results/formats/results.json`."""
+  kernels has run. The moments of COAT and FP8-LM are the plug-in `examples/peer_formats.py`. Real
+  optimizers, those of other projects included, are measured in [float32 parameters](float32.md).
+- Learning rates of 1e-3, beta2 = 0.95, candidates of formats, each kind of hard gradients, and further
+  numbers are in `benchmarks/results/formats/results.json`."""
 
 
 def page(results: Results, picture_name: str | None = None) -> str:
@@ -64,7 +71,7 @@ def page(results: Results, picture_name: str | None = None) -> str:
         INTRODUCTION.format(**settings),
         "## States by bytes",
         "A star marks a row if no row with as many or fewer bytes has a smaller geometric mean of the errors "
-        "on recorded gradients.",
+        "on recorded gradients, those with a learning rate of 1e-3 included.",
         _table_of(results, "states", starred=True),
         *([f"![Error against bytes a parameter]({picture_name})"] if picture_name else []),
         "## Weights alone",
@@ -201,18 +208,24 @@ def _worst_kind(results: Results, name: str) -> str:
 
 def _table_of(results: Results, kind: str, beta2: int = HIGH, *, starred: bool = False) -> str:
     """Errors on recorded gradients; of moments also the worst on hard ones."""
-    rows = _sorted(results[kind], "recorded", beta2)
+    rows = [row for row in _sorted(results[kind], "recorded", beta2) if row["whose"] != CANDIDATE]
     stars = undominated(rows, "recorded", beta2) if starred else set()
-    headers = ["bytes", "stored as", "whose", *results["traces"]["recorded"]["cells"]]
-    with_moments = kind != "weights"
-    if with_moments:
-        headers += ["hard: worst", "largest update", "v: rms"]
+    cells = results["traces"]["recorded"]["cells"]
+    shown = [i for i, cell in enumerate(cells) if not cell.endswith(LEFT_OUT)]
+    headers = ["bytes", "stored as", "whose", *(cells[i] for i in shown)]
+    headers += {
+        "weights": [],
+        "states": ["hard: worst"],
+        "moments": ["hard: worst", "largest update", "v: rms"],
+    }[kind]
     table = []
     for row, name in zip(rows, _names(rows, stars), strict=True):
         found = row["recorded"]
-        line = [*name, *(_number(error) for (error,) in found["whole"][beta2])]
-        if with_moments:
-            line += [_number(max(_worst_of_kinds(row))), _number(max(row["hard"]["largest_update"][HIGH]))]
+        line = [*name, *(_number(found["whole"][beta2][i][0]) for i in shown)]
+        if kind != "weights":
+            line.append(_number(max(_worst_of_kinds(row))))
+        if kind == "moments":
+            line.append(_number(max(row["hard"]["largest_update"][HIGH])))
             line.append(_number(found["second_rms"][beta2]))
         table.append(line)
     return _table(headers, table, 3)
@@ -244,20 +257,53 @@ def picture(results: Results, path: Path) -> None:
 
 
 def _label(axes: Any, rows: Sequence[dict[str, Any]], trace: str) -> None:
-    """Names beside points, in bold if starred, moved down until they cover none of those above them."""
+    """Write names beside points, in bold if starred: at the nearest place that covers none and no name."""
     scores = {row["name"]: score(row[trace], HIGH) for row in rows}
     front = undominated(rows, trace, HIGH)
-    line, character = (max(scores.values()) / min(scores.values())) ** (1 / 42), 0.115
-    placed: list[tuple[float, float, float]] = []  # left, right and height
+    line, character, gap = math.log(max(scores.values()) / min(scores.values())) / 42, 0.125, 0.12
+    # Left, right and height of what is not to be covered: the points, then also names.
+    taken = [(row["bytes"] - 0.05, row["bytes"] + 0.05, math.log(scores[row["name"]])) for row in rows]
+    heights = [height for _, _, height in taken]
     for row in sorted(rows, key=lambda row: -scores[row["name"]]):
-        left = row["bytes"] + 0.1
-        right, height = left + character * len(row["name"]), scores[row["name"]]
-        for start, end, above in sorted(placed, key=lambda each: -each[2]):
-            if start < right and left < end and height / line < above < height * line:
-                height = above / line
-        placed.append((left, right, height))
-        weight = "bold" if row["name"] in front else "normal"
+        name, height = row["name"], math.log(scores[row["name"]])
+        length = character * len(name)
+        right, left = row["bytes"] + gap, row["bytes"] - gap - length
+        places = [
+            (start, height + lines * line)
+            for distance in range(20)
+            for lines in sorted({-distance, distance})
+            for start in (right, left)
+            if start > 3.5
+        ]
+        start, y = next(
+            (start, y)
+            for start, y in places
+            if not any(
+                first < start + length and start < last and abs(y - middle) < 0.95 * line
+                for first, last, middle in taken
+            )
+        )
+        taken.append((start, start + length, y))
+        heights.append(y)
         whose = PEER if row["whose"] in SOURCES else row["whose"]
-        style = {"fontsize": 10, "weight": weight, "color": COLOURS[whose]}
-        axes.text(left, height, row["name"], va="center", **style)
-    axes.set_ylim(min(height for _, _, height in placed) / line**2, max(scores.values()) * line**2)
+        is_right = start == right
+        leader: dict[str, Any] = {
+            "arrowstyle": "-",
+            "color": COLOURS[whose],
+            "linewidth": 0.5,
+            "shrinkA": 0,
+            "shrinkB": 2,
+        }
+        leader["relpos"] = (0 if is_right else 1, 0.5)
+        axes.annotate(
+            name,
+            (row["bytes"], scores[name]),
+            (start if is_right else start + length, math.exp(y)),
+            fontsize=9.5,
+            weight="bold" if name in front else "normal",
+            color=COLOURS[whose],
+            ha="left" if is_right else "right",
+            va="center",
+            arrowprops=leader if abs(y - height) > line / 2 else None,
+        )
+    axes.set_ylim(math.exp(min(heights) - 2 * line), math.exp(max(heights) + 2 * line))
