@@ -29,6 +29,9 @@ CELL = re.compile(r"<td([^>]*)>(.*?)</td>", re.DOTALL)
 NUMBER = re.compile(r"[-+−<>≥≤≈→÷/×%±(). \d,]*\d[-+−<>≥≤≈→/×%±(). \d,eB]*")
 LONGEST_CODE = 32
 TABLE = re.compile(r"<table>.*?</table>", re.DOTALL)
+BLOCK = re.compile(r'(<div class="[^"]*highlight)(">.*?</div>)', re.DOTALL)
+#: A line below the head of a table that a command has printed.
+RULE = re.compile(r"^-{3,} {2,}-{3,}", re.MULTILINE)
 #: Words of a cell of the longest column, on average, from which a table is one of words.
 WORDS_OF_CARDS = 4
 LINK = re.compile(r"(\]\(|src=\")(?!https?:|#|mailto:)([^)#\"\s]+)")
@@ -67,7 +70,13 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
 def on_page_content(html: str, **_: Any) -> str:
     """Show what docstrings name by roles, ``:class:`~a.B```, as code; tell site.css of cells' contents."""
     text = ROLE.sub(lambda match: match[1] + match[2].rpartition(".")[2], html)
-    return TABLE.sub(_cards, CELL.sub(_classed, text))
+    return BLOCK.sub(_ruled, TABLE.sub(_cards, CELL.sub(_classed, text)))
+
+
+def _ruled(match: re.Match[str]) -> str:
+    """A block of code, with a class if it has a table of columns, whose lines are not to be wrapped."""
+    is_ruled = RULE.search(re.sub(r"<.*?>", "", match[2].removeprefix('">')))
+    return f"{match[1]} ruled{match[2]}" if is_ruled else match[0]
 
 
 def _cards(match: re.Match[str]) -> str:
