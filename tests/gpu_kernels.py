@@ -31,7 +31,7 @@ from tests.support.training import Descent, Lion, parameters
 PATH = Path(__file__).resolve().parent.parent / "docs" / "gpu.md"
 
 #: Numbers of parameters of the models whose times are predicted.
-SIZES = {"124 M": 124e6, "1.5 B": 1.5e9, "8 B": 8e9}
+SIZES = {"8 B": 8e9}
 
 #: Four of a shape that can be packed.
 SHAPES = ((64, 128),) * 4
@@ -157,11 +157,8 @@ def measured(row: Row, architectures: Iterable[str] = ARCHITECTURES) -> Measured
 HEADERS = (
     "optimizer",
     "options",
-    "launches",
     "bytes moved",
-    "held × 2, + 2",
     "registers",
-    "spilled",
     "16-byte accesses",
 )
 
@@ -170,21 +167,8 @@ def table(rows: Sequence[tuple[Row, Measured]]) -> str:
     cells = []
     for row, found in rows:
         registers = " / ".join(str(code.registers) for code in found.code.values())
-        spilled = sum(code.spilled for code in found.code.values())
-        launches = f"{found.launches}" + (f" + {found.calls} for each" if found.calls else "")
         wide = f"{found.wide[0]} of {found.wide[1]}"
-        cells.append(
-            (
-                row.optimizer,
-                row.words,
-                launches,
-                f"{found.moved:.4g}",
-                f"{found.held:.4g}",
-                registers,
-                spilled,
-                wide,
-            )
-        )
+        cells.append((row.optimizer, row.words, f"{found.moved:.4g}", registers, wide))
     return tabulate(cells, headers=HEADERS, tablefmt="github", disable_numparse=True)
 
 
@@ -267,10 +251,9 @@ GPT-2 124M: 148 tensors, {parameters:.1f} million parameters. {about}.
 - **predicted**: the same from the kernels' instructions, at {boosted:.2f} GHz ([below](#predicted-times)).
 
 If memory bounds a step, the prediction is right within 15 %. If instructions do (`block8`),
-the card issued some three quarters of what it could. The run was made before sums were dithered, which adds
-some 17 instructions for each parameter, and with kernels whose text Inductor wrote: today's have the same
-bits, and a third fewer registers in `light` and `plus`. `./dev bench --device cuda` measures anew;
-[benchmarks](../benchmarks/README.md) has all columns.
+the card issued some three quarters of what it could. Since this run, dithered sums have added some 17
+instructions for each parameter, and printed kernels need a third fewer registers in `light` and `plus`.
+`./dev bench --device cuda` measures anew; [benchmarks](../benchmarks/README.md) has all columns.
 
 A step of LAMB took 1.08 ms and 5 launches; without this package 14.3 ms and 2,220 launches. The host needed
 0.51 ms for a step of AdamW (torch's fused AdamW: 0.53), 0.65 and 0.57 if all gradients had moved.
@@ -278,37 +261,32 @@ A step of LAMB took 1.08 ms and 5 launches; without this package 14.3 ms and 2,2
 ## The tests on that card
 
 Of 80 tests for a GPU, 71 passed and one failed: a training with Muon. Its message was cut off, so it is not
-known which comparison failed. Inductor chose reductions by their time then, so a resumed run could have
-other last bits; it no longer does, and the test has not been run since. One test needs two GPUs, three had
-not ended when the time was up, and four were left out (2**31 elements, compute-sanitizer, 10,000 steps).
+known which comparison failed, and it has not been run since. One test needs two GPUs, three had not ended
+when the time was up, and four were left out (2**31 elements, compute-sanitizer, 10,000 steps).
 
 Errors against float64 are the CPU's to three digits or more (AdamW, LAMB, Adafactor, Muon). Of the elements
 of hi, 5 of 48,549 differ from the CPU's step with AdamW, none with LAMB and Adafactor, 159 with Muon.
 
 ## Kernels
 
-A step is launched once for the counters of all tensors and once for their elements. A kernel is printed in
-Triton from the graph of the update, and compiled and launched by Inductor's runtime; a program reads from a
-table of addresses which tensor it works on. Read off the kernels, without a GPU
-(torch {torch}, Triton {triton}):
+A step is launched once for the counters of all tensors and once for their elements, for four tensors as for
+four hundred; centred RMSprop has a third launch. A program of a kernel reads from a table of addresses which
+tensor it works on. Read off the kernels, without a GPU (torch {torch}, Triton {triton}):
 
 {table}
 
-- **launches** are for four tensors as for four hundred.
-  Tensors that are too small to be packed have a kernel of their own beside packed ones.
-- **bytes moved** for each parameter, by the kernel's source: what is **held**, read once and written once,
-  and the gradient.
-- **registers** of a thread, and bytes **spilled**, for sm_80, sm_90, sm_100 and gfx942 (MI300).
+- **bytes moved** for each parameter, by the kernel's source: what is held, read once and written once, and
+  the gradient.
+- **registers** of a thread for sm_80, sm_90, sm_100 and gfx942 (MI300). Only `full, native` spills.
 - **16-byte accesses** of a full block, of those that 8 elements of a thread take. Bytes and scales are
   accessed in smaller pieces.
 
 No product and sum are fused (fma) unless the product is exact. So bits do not depend on where an element
 lies: unaligned gradients and other shards have the same bits.
 
-Muon, Shampoo, LAMB and Adafactor also have matrix products or sums over rows. These are called once for
-each shape, with a stack of the tensors; values between kernels take 2 GiB at most. A step has as many
-launches whatever the number of tensors: LAMB 5, Adafactor 28 for four shapes, Muon 107 for the four shapes
-of GPT-2, where a call for each of its 48 matrices took 1,250.
+Matrix products and sums over rows (Muon, Shampoo, LAMB, Adafactor) are called once for each shape, with a
+stack of the tensors; values between kernels take 2 GiB at most. LAMB has 5 launches, Adafactor 28 for four
+shapes, Muon 107 for the four shapes of GPT-2, where a call for each of its 48 matrices took 1,250.
 
 ## Predicted times
 
@@ -317,17 +295,12 @@ memory's bandwidth):
 
 {predicted}
 
-- **instructions** of a full block, for each element, on the shortest path through the machine code for
-  sm_90.
+- **instructions** of a full block, for each element, in the machine code for sm_90.
 - **issue**: picoseconds for each element. Each of four schedulers issues an instruction for 32 threads each
-  clock; a pipe that is slower (integers and comparisons: 64 threads each clock) bounds `native` arithmetic
-  and Lion.
+  clock; integers and comparisons have half of this rate, which bounds `native` arithmetic and Lion.
 - **memory**: bytes moved / bandwidth.
-- **ms**: the longer of the two, times the number of parameters. Launches and the upload of the table, some
+- **8 B ms**: the longer of the two, times 8 billion parameters. Launches and the upload of the table, some
   10 µs, come on top.
-
-`native` arithmetic is bound by instructions; `block8` is at the
-limit.
 
 ## What a step costs its host
 
@@ -343,15 +316,12 @@ guards, with a stub in the place of the driver:
 
 ## Run by a fake driver
 
-`./dev test --fake-gpu` runs the GPU tests on a machine without one, with torch 2.13 or 2.11. Only the CUDA
-driver is a fake: it executes kernels from their PTX on the CPU, checks each access, and runs queued work as
-late as CUDA allows. Compiled steps have the bits of the rewritten graph run eagerly; captured CUDA graphs
-those of usual steps; resumed trainings those that go on. With AdamW, `plus`, GPT-2 124M, the driver counts:
-
-- **a step**: 2 launches, no copy, no wait.
-- **with gradients that have moved**: one upload more. From the fifth on, the host waits for the upload four
-  steps before.
-- **Python calls**: {calls}; with gradients that have moved {moved}.
+`./dev test --fake-gpu` runs the GPU tests on a machine without one. Only the CUDA driver is a fake: it
+executes kernels from their PTX on the CPU, checks each access, and runs queued work as late as CUDA allows.
+Compiled steps have the bits of the rewritten graph run eagerly; captured CUDA graphs those of usual steps;
+resumed trainings those that go on. A step of AdamW has no copy and no wait; if gradients have moved, it
+uploads the table, and from the fifth such step on it waits for the upload four steps before. The step makes
+{calls} calls of Python functions, or {moved} if gradients have moved.
 
 Only a card shows times, and the last bits of `div.full` and of approximate functions.
 
