@@ -467,7 +467,14 @@ def tables(results: Mapping[str, Any]) -> str:
     mistaken = [each.what for each in untrained if each.alone == ROUNDED_AWAY]
     least = min(each.significance for each in trained if each.way == "plain")
     most = max(each.significance for each in trained if each.way != "plain")
-    rows = [(each.what, each.way, each.alone, each.compared or "–") for each in hard]
+    rates: dict[tuple[str, str, str, str], list[str]] = {}
+    for each in hard:
+        what, _, rate = each.what.partition(", lr ")
+        rates.setdefault((what, each.way, each.alone, each.compared or "–"), []).append(rate)
+    rows = [
+        (f"{what}, lr {', '.join(of)}" if any(of) else what, *verdicts)
+        for (what, *verdicts), of in rates.items()
+    ]
     return "\n".join(
         [
             f"{len(trained)} checkpoints, judged alone:\n",

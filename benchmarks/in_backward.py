@@ -56,8 +56,8 @@ class Gpt(nn.Module):
         return nn.functional.cross_entropy(logits[:, :-1].float().flatten(0, 1), tokens[:, 1:].flatten())
 
 
-def measured(way: str) -> tuple[int, int, float, float, float, float]:
-    """Return counts of tensors and of bytes, layers of gradients alive, first and later times, and loss."""
+def measured(way: str) -> tuple[int, int, float, float, float]:
+    """Return counts of tensors and of bytes, layers of gradients alive, first and later times."""
     model = Gpt().bfloat16()
     parameters = list(model.parameters())
     optimizer: torch.optim.Optimizer | None = None
@@ -94,7 +94,6 @@ def measured(way: str) -> tuple[int, int, float, float, float, float]:
         alive[0] / layer,
         times[0],
         min(times[1:ROUNDS]),
-        loss.item(),
     )
 
 
@@ -105,9 +104,9 @@ def table() -> str:
         command = [sys.executable, "-m", "benchmarks.in_backward", way]
         told = subprocess.run(command, check=True, capture_output=True, text=True).stdout.split()
         count, total = int(told[0]), int(told[1])
-        alive, first, later, loss = map(float, told[2:])
-        rows.append([title, f"{alive:.2f}", f"{first:.1f} s", f"{later * 1e3:.0f} ms", f"{loss:.3f}"])
-    headers = ["", "gradients alive, in layers", "first step", "later steps", "loss in the end"]
+        alive, first, later = map(float, told[2:])
+        rows.append([title, f"{alive:.2f}", f"{first:.1f} s", f"{later * 1e3:.0f} ms"])
+    headers = ["", "gradients alive, in layers", "first step", "later steps"]
     shown = tabulate(rows, headers=headers, tablefmt="github", disable_numparse=True)
     return (
         f"AdamW on a GPT of {LAYERS} layers, {count} tensors with {total / 1e6:.1f} MB of gradients, on one "

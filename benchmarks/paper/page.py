@@ -333,19 +333,10 @@ def cost_table(runs: Runs) -> str:
             f"{1 - (row['bytes'] + 2) / (masters['bytes'] + 2):.0%}",
             f"{row['step_ms']:.2f}",
             f"{row['step_ratio']:.2f}",
-            f"{row['training_ratio']:.3f}",
         ]
         for row in runs.costs
     ]
-    headers = (
-        "optimizer",
-        "bytes",
-        "with gradient",
-        "less than D",
-        "step, ms",
-        "step ÷ D's",
-        "forward, backward and step ÷ D's",
-    )
+    headers = ("optimizer", "bytes", "with gradient", "less than D", "step, ms", "step ÷ D's")
     return _table(headers, rows)
 
 
