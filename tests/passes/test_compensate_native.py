@@ -216,6 +216,28 @@ def test_a_value_that_is_not_added_to(step: Callable[..., None], dtype: torch.dt
     assert (p.double() - exact[0]).abs().max() > bound  # which hi alone is not within
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_value_made_of_another_state_reads_the_whole_of_it(dtype: torch.dtype) -> None:
+    """As the weights of a schedule-free optimizer do: both parts of z count, to the last bit of a pair."""
+
+    def moved(p: Tensor, z: Tensor, a: Tensor, g: Tensor) -> None:
+        z.add_(g)
+        p.copy_(a - z)
+
+    program = after(
+        captured(moved, "p z a g", dtypes=dtype, arithmetic="native", shape=(64,), strategy="plus"),
+        "pin-roundings",
+    )
+    torch.manual_seed(0)
+    p, z, a, g = (torch.rand(64).add(1).to(dtype) for _ in range(4))
+    z_lo, p_lo = torch.zeros_like(p), torch.zeros_like(p)
+    for _ in range(5):
+        program.gm(p, z, a, g, p_lo, z_lo)
+    bound = 8 * 3 * float(storage_format(dtype).unit_roundoff) ** 2  # of a sum of two pairs, below 8
+    off = p.double() + p_lo.double() - (a.double() - z.double() - z_lo.double())
+    assert off.abs().max() <= bound < z_lo.abs().max()
+
+
 @pytest.mark.parametrize(
     "operation",
     [lambda v, g: v @ g, lambda v, g: v @ g - 1e-3 * g, lambda v, g: (v @ g).float() - 1e-3 * g],

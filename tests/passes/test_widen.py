@@ -64,6 +64,21 @@ def test_products_of_state_without_a_bound_are_computed_in_float32() -> None:
     assert dtypes_of_products(preconditioned, "p g c inverse") == [torch.float32] * 4
 
 
+def test_products_inside_an_overwritten_state_are_computed_in_float32() -> None:
+    """A sum of products is only as exact as its last addend; an inverse root enlarges each rounding."""
+
+    def overwritten(p: Tensor, g: Tensor, inverse: Tensor) -> None:
+        inverse.copy_((g @ g.t()) @ g)
+        p.sub_(g)
+
+    def added(p: Tensor, g: Tensor, c: Tensor) -> None:
+        c.add_((g @ g.t()) @ g)
+        p.sub_(g)
+
+    assert dtypes_of_products(overwritten, "p g inverse") == [torch.float32] * 2
+    assert dtypes_of_products(added, "p g c") == [torch.bfloat16, torch.float32]
+
+
 def test_products_of_a_moment_keep_the_storage_dtype() -> None:
     """Muon: its iterations start from the momentum."""
 
