@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Collection, Iterator
 from typing import Any
 
 import sympy
@@ -62,6 +62,7 @@ class Signs:
         if (number := number_filling(node)) is not None:
             return self._sign(number)
         packet, args = getattr(node.target, "overloadpacket", node.target), node.args
+        function, infix = facts_of(node.target).function, facts_of(node.target).sign
         if packet in _NEVER_NEGATIVE:
             return 1
         if packet in _KEEPS_SIGN:
@@ -70,24 +71,25 @@ class Signs:
             is_even = isinstance(args[1], (int, float)) and args[1] % 2 == 0
             is_root = isinstance(args[1], float) and args[1] % 1 != 0  # NaN of negative numbers
             return 1 if is_even or is_root else self._sign(args[0]) and 1
-        signs = [self._sign(arg) for arg in args[:2]]
-        function = facts_of(node.target).function
+        if infix == "*":
+            return self._of_product(node)
+        if packet in (aten.clamp, aten.clamp_min, aten.clamp_max):
+            sign, bounds = self._sign(args[0]), named_arguments(node.target, args, node.kwargs)
+            if bounds.get("min") is not None:
+                sign = _of_maximum(sign, self._sign(bounds["min"]))
+            return sign if bounds.get("max") is None else _of_minimum(sign, self._sign(bounds["max"]))
+        operands = args[1:3] if packet is aten.where else args
+        first, second = map(self._sign, (*operands, None)[:2])
         if function is sympy.Max:
-            return None if signs == [None, None] else max(sign or 0 for sign in signs)
-        if packet is aten.where:
-            return _weaker(self._sign(args[1]), self._sign(args[2]))
-        if packet in (aten.clamp, aten.clamp_min):
-            least = self._sign(named_arguments(node.target, args, node.kwargs).get("min"))
-            return least if least is not None else self._sign(args[0])
-        rules: dict[Any, Callable[[], int | None]] = {
-            "+": lambda: None if None in signs else max(sign or 0 for sign in signs),
-            "*": lambda: self._of_product(node),
-            "/": lambda: 0 if signs[0] == 0 else _weaker(*signs),
-            "-": lambda: signs[0] if signs[1] == 0 else None,
-        }
-        if (rule := rules.get(facts_of(node.target).sign)) is not None:
-            return rule()
-        return _weaker(*signs) if function is sympy.Min else None
+            return _of_maximum(first, second)
+        if function is sympy.Min:
+            return _of_minimum(first, second)
+        if infix == "-":
+            return first if second == 0 else None
+        if infix == "/" and first == 0:
+            return 0
+        adds_up = infix in ("+", "/") or packet is aten.where
+        return max(first, second) if adds_up and first is not None and second is not None else None
 
     def _of_product(self, node: Node) -> int | None:
         """Return the sign of a product; x * x is never negative, in whatever order it is computed."""
@@ -141,6 +143,11 @@ def _factors_of(value: Any) -> Iterator[Any]:
         yield value
 
 
-def _weaker(first: int | None, second: int | None) -> int | None:
-    """Return the sign that holds for both of two values, such as the branches of a ``where``."""
+def _of_maximum(first: int | None, second: int | None) -> int | None:
+    if first is None or second is None:
+        return None if first is second else 1
+    return max(first, second)
+
+
+def _of_minimum(first: int | None, second: int | None) -> int | None:
     return None if first is None or second is None else min(first, second)

@@ -99,6 +99,36 @@ def test_formats_follow_from_the_recurrence(
     assert formats(packed(step, symbols, dtypes=dtype)) == expected
 
 
+@pytest.mark.parametrize(
+    ("added", "expected"),
+    [
+        (lambda g: torch.where(g.abs() > 0.1, 1.0, 0.0) * g, "block8"),
+        (lambda g: torch.where(g.abs() > 0.1, 0.0, 1.0) * g, "block8"),
+        (lambda g: (g.abs() - 0.1).clamp(min=0) * g, "block8"),
+        (lambda g: torch.maximum(torch.zeros_like(g), g.abs() - 0.1) * g, "block8"),
+        (lambda g: g.abs().clamp(max=-1), "block8"),
+        (lambda g: g.abs().clamp(-2, -1), "block8"),
+        (lambda g: torch.minimum(g.abs(), g), "block8"),
+        (lambda g: g.abs() - g.square(), "block8"),
+        (lambda g: torch.where(g.abs() > 0.1, g * g, 0.0), "block8_positive"),
+        (lambda g: g.clamp(min=0), "block8_positive"),
+        (lambda g: g.abs().clamp(max=2) / (g.abs() + 1), "block8_positive"),
+        (lambda g: torch.maximum(g, torch.zeros_like(g)), "block8_positive"),
+        (lambda g: torch.minimum(g.abs(), g.square()), "block8_positive"),
+    ],
+)
+def test_a_factor_that_is_zero_for_some_elements_is_not_zero_for_all(
+    added: Callable[[Tensor], Tensor], expected: str
+) -> None:
+    """A threshold or a mask: the gradient of either sign is added where the factor is above zero."""
+
+    def step(p: Tensor, g: Tensor, m: Tensor) -> None:
+        m.mul_(0.9).add_(added(g))
+        p.sub_(m, alpha=1e-3)
+
+    assert formats(packed(step, "p g m")) == {"m": expected}
+
+
 def test_a_radicand_that_may_become_negative_is_left_alone() -> None:
     program = packed(centered, "p g m v")
     assert why_not(program, "v") == why_not(program, "m")
