@@ -15,7 +15,7 @@ from collage_fx.errors import CollageError, FailedPassError, InvalidOptionError
 from collage_fx.graph import StepProgram, copy_of, mark_new_nodes, verify
 from collage_fx.passes.allocate import Allocate
 from collage_fx.passes.analyze import Analyze
-from collage_fx.passes.base import Pass
+from collage_fx.passes.base import Pass as Pass
 from collage_fx.passes.clear_denominators import ClearDenominators
 from collage_fx.passes.compensate_native import CompensateNative
 from collage_fx.passes.compensate_wide import CompensateWide
@@ -29,20 +29,6 @@ from collage_fx.passes.repay import Repay
 from collage_fx.passes.sum_changes import SumChanges
 from collage_fx.passes.undo_stochastic_rounding import UndoStochasticRounding
 from collage_fx.passes.widen import Widen
-
-__all__ = [
-    "ANALYSIS",
-    "CHOOSING",
-    "PIPELINE",
-    "SUMMING",
-    "Pass",
-    "Stage",
-    "in_float32",
-    "inserted",
-    "refuse_incomplete",
-    "run_pipeline",
-    "up_to_choosing",
-]
 
 PIPELINE: tuple[Pass, ...] = (
     Normalize(),  # first: all later passes read elementary operations

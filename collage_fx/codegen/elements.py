@@ -34,12 +34,13 @@ from torch.fx import Graph, Node
 
 from collage_fx.codegen.functions import CONVERT, Function, expression, function_of
 from collage_fx.codegen.spellings import CPP, STORED_AS_BITS, NoSpelling
-from collage_fx.graph import ELEMENTWISE, operands_of, reached, tensor_value
+from collage_fx.graph import operands_of, reached, tensor_value
 from collage_fx.numerics import (
     BLOCK_CODES,
     BLOCK_OPERATORS,
     BLOCK_SCALES,
     BLOCK_VALUES,
+    ELEMENTWISE,
     PHASES,
     arithmetic,
     block_scale,

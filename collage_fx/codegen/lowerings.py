@@ -24,13 +24,14 @@ from torch import Tensor
 from torch.fx import Node
 
 from collage_fx import graph, numerics, torch_compat
-from collage_fx.graph import ELEMENTWISE, FLOATS, once, trace_of
+from collage_fx.graph import once, trace_of
 from collage_fx.numerics import (
     BLOCK,
     BLOCK_CODES,
     BLOCK_SCALES,
     BLOCK_VALUES,
     CODES,
+    ELEMENTWISE,
     PHASES,
     block_code,
     block_scale,
@@ -74,12 +75,12 @@ def _phase_of_element(dtype: torch.dtype, place: Any, *phase_and_first: Any) -> 
 
 
 def _scale_of_block(largest: Any, signed: bool) -> Any:
-    root = _of_elements(in_map, FLOATS[:1], (signed,))([largest])
-    return _of_elements(block_scale, FLOATS[:1])([root])
+    root = _of_elements(in_map, (torch.float32,), (signed,))([largest])
+    return _of_elements(block_scale, (torch.float32,))([root])
 
 
 def _code_of_element(value: Any, scale: Any, phase: Any, *kind: Any) -> Any:
-    root = _of_elements(in_map, FLOATS[:1], kind[1:2])([value])
+    root = _of_elements(in_map, (torch.float32,), kind[1:2])([value])
     if phase is None:
         return _of_elements(block_code, (torch.float32, torch.uint8), (None, *kind))([root, scale])
     return _of_elements(block_code, (torch.float32, torch.uint8, torch.int32), kind)([root, scale, phase])

@@ -70,10 +70,7 @@ from collage_fx.graph.operator_facts import size_argument as size_argument
 from collage_fx.graph.operator_facts import source_of as source_of
 from collage_fx.graph.operator_facts import takes_strides as takes_strides
 from collage_fx.graph.operator_facts import weighted_sum as weighted_sum
-from collage_fx.graph.operators import ELEMENTWISE as ELEMENTWISE
-from collage_fx.graph.operators import FLOATS as FLOATS
 from collage_fx.graph.operators import once as once
-from collage_fx.graph.operators import rest as rest
 from collage_fx.graph.operators import trace_of as trace_of
 from collage_fx.graph.program import InputInfo as InputInfo
 from collage_fx.graph.program import Kind as Kind

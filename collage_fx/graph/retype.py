@@ -25,8 +25,7 @@ from collage_fx.graph.nodes import (
     tensor_value,
 )
 from collage_fx.graph.operator_facts import filled_on_grid, is_transparent, keeps_grid
-from collage_fx.graph.operators import round_to_storage
-from collage_fx.numerics import UPPER_HALF, is_low_precision, storage_format
+from collage_fx.numerics import ROUND_TO_STORAGE, UPPER_HALF, is_low_precision, storage_format
 
 
 class Retyper:
@@ -106,7 +105,7 @@ class Retyper:
         """Record ``result`` (float32) as the carrier of the low-precision ``node``."""
         # A value that no other node reads is rounded by the store itself.
         if self.rounding and rounds and any(user.op != "output" for user in readers_of(node)):
-            result = self.editor.call(round_to_storage, result, node.meta["val"].dtype)
+            result = self.editor.call(ROUND_TO_STORAGE, result, node.meta["val"].dtype)
         self._float32[node] = result
 
     def _in_float32(self, node: Node) -> Node:

@@ -45,7 +45,6 @@ from torch.fx import Node
 
 from collage_fx.codegen import has_spelling
 from collage_fx.graph import (
-    ELEMENTWISE,
     device_facts,
     is_dense,
     is_elementwise,
@@ -58,7 +57,7 @@ from collage_fx.graph import (
 from collage_fx.lowering.broadcasts import common_columns
 from collage_fx.lowering.parts import Part
 from collage_fx.lowering.rules import is_input, is_total, nodes_of, order_in_memory, rule_of
-from collage_fx.numerics import BLOCK_OPERATORS, PHASES
+from collage_fx.numerics import BLOCK_OPERATORS, ELEMENTWISE, PHASES
 
 #: Operators of ours, which Inductor is not given.
 OURS = {*(each.operator for each in ELEMENTWISE), PHASES, *BLOCK_OPERATORS}

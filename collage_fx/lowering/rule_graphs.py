@@ -14,8 +14,8 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 
 from collage_fx.codegen import REVISION
-from collage_fx.graph import rest
 from collage_fx.lowering.rules import Reference, Rule, Symbol
+from collage_fx.numerics import REST
 from collage_fx.torch_compat import SymbolicScope, add_to_cache_key, pytree
 
 aten = torch.ops.aten
@@ -64,7 +64,7 @@ def _use_rest(graph: Graph) -> None:
     for node in graph.find_nodes(op="call_function", target=aten.where.self):
         if (operands := _operands_of_rest(*node.args)) is not None:
             with graph.inserting_before(node):
-                made = graph.call_function(rest, operands)
+                made = graph.call_function(REST, operands)
             made.meta["val"] = node.meta["val"]
             node.replace_all_uses_with(made)
     graph.eliminate_dead_code()

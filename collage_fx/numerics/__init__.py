@@ -4,130 +4,53 @@ They are eager functions of tensors, and facts about formats. Nothing here knows
 compilers.
 """
 
-from collage_fx.numerics.arithmetic import DoubleWord
-from collage_fx.numerics.blocks import (
-    BLOCK,
-    BLOCK_CODES,
-    BLOCK_OPERATORS,
-    BLOCK_SCALES,
-    BLOCK_VALUES,
-    CODES,
-    block_code,
-    block_scale,
-    block_unit,
-    block_value,
-    blocks_of,
-    code_of_number_by_fma,
-    from_blocks,
-    in_map,
-    most_of_block,
-    number_of_code,
-    units_of_block,
-    why_no_blocks,
-)
-from collage_fx.numerics.dither import (
-    DITHERED,
-    DITHERED_SUM,
-    PHASE,
-    PHASES,
-    dithered,
-    dithered_sum,
-    phase,
-    phase_at,
-)
-from collage_fx.numerics.error_formats import (
-    COUNT,
-    ERROR_FORMATS,
-    LOWER_HALF,
-    PACKED_FORMATS,
-    ULP_PARTS,
-    UPPER_HALF,
-    WITH_LOWER_HALF,
-    WITH_ULP_PARTS,
-    AuxiliarySpec,
-    Blocks,
-    Byte,
-    Dither,
-    ErrorBound,
-    ErrorFormat,
-    Exact,
-    Fp32,
-    Mcf,
-    format_named,
-)
-from collage_fx.numerics.float24 import (
-    DITHERED_BYTE,
-    DITHERED_UPPER,
-    WITH_BYTE,
-    dithered_byte,
-    dithered_upper,
-    with_byte,
-)
-from collage_fx.numerics.formats import (
-    STORAGE_FORMATS,
-    FloatFormat,
-    is_low_precision,
-    short_name,
-    storage_format,
-)
-from collage_fx.numerics.operators import define_operator
-
-__all__ = [
-    "BLOCK",
-    "BLOCK_CODES",
-    "BLOCK_OPERATORS",
-    "BLOCK_SCALES",
-    "BLOCK_VALUES",
-    "CODES",
-    "COUNT",
-    "DITHERED",
-    "DITHERED_BYTE",
-    "DITHERED_SUM",
-    "DITHERED_UPPER",
-    "ERROR_FORMATS",
-    "LOWER_HALF",
-    "PACKED_FORMATS",
-    "PHASE",
-    "PHASES",
-    "STORAGE_FORMATS",
-    "ULP_PARTS",
-    "UPPER_HALF",
-    "WITH_BYTE",
-    "WITH_LOWER_HALF",
-    "WITH_ULP_PARTS",
-    "AuxiliarySpec",
-    "Blocks",
-    "Byte",
-    "Dither",
-    "DoubleWord",
-    "ErrorBound",
-    "ErrorFormat",
-    "Exact",
-    "FloatFormat",
-    "Fp32",
-    "Mcf",
-    "block_code",
-    "block_scale",
-    "block_unit",
-    "block_value",
-    "blocks_of",
-    "code_of_number_by_fma",
-    "define_operator",
-    "dithered",
-    "dithered_byte",
-    "dithered_sum",
-    "dithered_upper",
-    "format_named",
-    "from_blocks",
-    "in_map",
-    "is_low_precision",
-    "most_of_block",
-    "number_of_code",
-    "phase",
-    "phase_at",
-    "short_name",
-    "storage_format",
-    "units_of_block",
-    "why_no_blocks",
-    "with_byte",
-]
+from collage_fx.numerics.arithmetic import DoubleWord as DoubleWord
+from collage_fx.numerics.blocks import BLOCK as BLOCK
+from collage_fx.numerics.blocks import BLOCK_CODES as BLOCK_CODES
+from collage_fx.numerics.blocks import BLOCK_OPERATORS as BLOCK_OPERATORS
+from collage_fx.numerics.blocks import BLOCK_SCALES as BLOCK_SCALES
+from collage_fx.numerics.blocks import BLOCK_VALUES as BLOCK_VALUES
+from collage_fx.numerics.blocks import CODES as CODES
+from collage_fx.numerics.blocks import block_code as block_code
+from collage_fx.numerics.blocks import block_scale as block_scale
+from collage_fx.numerics.blocks import block_unit as block_unit
+from collage_fx.numerics.blocks import block_value as block_value
+from collage_fx.numerics.blocks import blocks_of as blocks_of
+from collage_fx.numerics.blocks import code_of_number_by_fma as code_of_number_by_fma
+from collage_fx.numerics.blocks import from_blocks as from_blocks
+from collage_fx.numerics.blocks import in_map as in_map
+from collage_fx.numerics.blocks import most_of_block as most_of_block
+from collage_fx.numerics.blocks import number_of_code as number_of_code
+from collage_fx.numerics.blocks import units_of_block as units_of_block
+from collage_fx.numerics.blocks import why_no_blocks as why_no_blocks
+from collage_fx.numerics.dither import dithered as dithered
+from collage_fx.numerics.dither import dithered_sum as dithered_sum
+from collage_fx.numerics.dither import phase_at as phase_at
+from collage_fx.numerics.error_formats import COUNT as COUNT
+from collage_fx.numerics.error_formats import ERROR_FORMATS as ERROR_FORMATS
+from collage_fx.numerics.error_formats import PACKED_FORMATS as PACKED_FORMATS
+from collage_fx.numerics.error_formats import AuxiliarySpec as AuxiliarySpec
+from collage_fx.numerics.error_formats import Blocks as Blocks
+from collage_fx.numerics.error_formats import Byte as Byte
+from collage_fx.numerics.error_formats import Dither as Dither
+from collage_fx.numerics.error_formats import ErrorBound as ErrorBound
+from collage_fx.numerics.error_formats import ErrorFormat as ErrorFormat
+from collage_fx.numerics.error_formats import Exact as Exact
+from collage_fx.numerics.error_formats import Fp32 as Fp32
+from collage_fx.numerics.error_formats import Mcf as Mcf
+from collage_fx.numerics.error_formats import format_named as format_named
+from collage_fx.numerics.float24 import dithered_upper as dithered_upper
+from collage_fx.numerics.float24 import with_byte as with_byte
+from collage_fx.numerics.formats import STORAGE_FORMATS as STORAGE_FORMATS
+from collage_fx.numerics.formats import FloatFormat as FloatFormat
+from collage_fx.numerics.formats import is_low_precision as is_low_precision
+from collage_fx.numerics.formats import short_name as short_name
+from collage_fx.numerics.formats import storage_format as storage_format
+from collage_fx.numerics.operators import DITHERED_SUM as DITHERED_SUM
+from collage_fx.numerics.operators import ELEMENTWISE as ELEMENTWISE
+from collage_fx.numerics.operators import PHASE as PHASE
+from collage_fx.numerics.operators import PHASES as PHASES
+from collage_fx.numerics.operators import REST as REST
+from collage_fx.numerics.operators import ROUND_TO_STORAGE as ROUND_TO_STORAGE
+from collage_fx.numerics.operators import UPPER_HALF as UPPER_HALF
+from collage_fx.numerics.operators import define_operator as define_operator

@@ -43,7 +43,6 @@ from torch import Tensor
 
 from collage_fx.numerics.arithmetic import scalar_like
 from collage_fx.numerics.formats import BFLOAT16, FLOAT16
-from collage_fx.numerics.operators import define_elementwise
 
 #: Odd numbers near 2**32 times the square root of 1/2, and near 2**32 times the golden ratio less 1.
 SPACING, GOLDEN = 0xB504F333, 0x9E3779B9
@@ -64,7 +63,7 @@ def phase(count: Tensor, start: Tensor) -> Tensor:
         count: number of earlier steps, int32, 0-d.
         start: index of the element in the whole tensor, modulo 2**32, int32, 0-d.
     """
-    # int64, in which nothing overflows: overflow of signed integers is undefined in C++.
+    # in int64: overflow of signed integers is undefined in C++
     steps = count.to(torch.int64)
     window = steps >> WINDOW
     for _ in range(2):
@@ -148,14 +147,3 @@ def dithered_sum(x: Tensor, change: Tensor, phases: Tensor) -> Tensor:
     is_beyond = error.abs() > share * (neighbour - total).abs()
     is_near = change.abs() <= x.abs() * NEAR
     return torch.where(is_beyond & is_near, neighbour, total)
-
-
-#: Operators of the functions of the same names.
-PHASE = define_elementwise("phase(Tensor count, Tensor start) -> Tensor", phase, torch.int32)
-PHASES = define_elementwise(
-    "phases(Tensor like, Tensor phase, Tensor? first=None) -> Tensor", phases, torch.int32
-)
-DITHERED = define_elementwise("dithered(Tensor value, Tensor phases, ScalarType dtype) -> Tensor", dithered)
-DITHERED_SUM = define_elementwise(
-    "dithered_sum(Tensor x, Tensor change, Tensor phases) -> Tensor", dithered_sum
-)

@@ -18,7 +18,6 @@ from torch import Tensor
 
 from collage_fx.numerics.arithmetic import lower_half, scalar_like, upper_half, with_lower_half
 from collage_fx.numerics.formats import BFLOAT16, FLOAT16
-from collage_fx.numerics.operators import define_elementwise
 
 
 def nearest(value: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -105,13 +104,3 @@ def _whole(x: Tensor, least: Tensor | float) -> Tensor:
     """Round to a whole number: up where the fraction is at least ``least``."""
     below = torch.floor(x)
     return torch.where(x - below >= least, below + 1, below)
-
-
-#: Operators of the functions of the same names.
-DITHERED_UPPER = define_elementwise(
-    "dithered_upper(Tensor value, Tensor phases, ScalarType dtype) -> Tensor", dithered_upper
-)
-DITHERED_BYTE = define_elementwise(
-    "dithered_byte(Tensor value, Tensor phases, ScalarType dtype) -> Tensor", dithered_byte, torch.int8
-)
-WITH_BYTE = define_elementwise("with_byte(Tensor hi, Tensor rest, ScalarType dtype) -> Tensor", with_byte)

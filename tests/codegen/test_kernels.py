@@ -18,15 +18,9 @@ from collage_fx.codegen.elements import FUNCTIONS, JOINS
 from collage_fx.codegen.functions import function_of
 from collage_fx.codegen.kernels import LIMITS, PRELUDE, PRELUDE_F16
 from collage_fx.codegen.spellings import CPP
-from collage_fx.numerics import (
-    arithmetic,
-    dithered,
-    dithered_byte,
-    dithered_sum,
-    dithered_upper,
-    phase,
-    with_byte,
-)
+from collage_fx.numerics import arithmetic, dithered, dithered_sum, dithered_upper, with_byte
+from collage_fx.numerics.dither import phase
+from collage_fx.numerics.float24 import dithered_byte
 from collage_fx.torch_compat import load_cpp_library
 from tests.printed_kernel import PAGE, page
 

@@ -8,15 +8,8 @@ import torch
 from torch import Tensor
 from torch._inductor import config
 
-from collage_fx.graph.operators import rest, round_to_storage
-from collage_fx.numerics import (
-    LOWER_HALF,
-    ULP_PARTS,
-    UPPER_HALF,
-    WITH_LOWER_HALF,
-    WITH_ULP_PARTS,
-    arithmetic,
-)
+from collage_fx.numerics import REST, ROUND_TO_STORAGE, UPPER_HALF, arithmetic
+from collage_fx.numerics.operators import LOWER_HALF, ULP_PARTS, WITH_LOWER_HALF, WITH_ULP_PARTS
 from tests.support.printed import BACKENDS
 
 DTYPES = [torch.bfloat16, torch.float16]
@@ -46,7 +39,7 @@ def _bits(x: Tensor) -> Tensor:
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_compiled_bits_equal_eager_bits(dtype: torch.dtype, backend: Any) -> None:
     def split(x: Tensor) -> tuple[Tensor, Tensor]:
-        hi = round_to_storage(x * 1.5, dtype)
+        hi = ROUND_TO_STORAGE(x * 1.5, dtype)
         return (
             hi,
             x * 1.5 - hi,
@@ -64,9 +57,9 @@ def test_compiled_bits_equal_eager_bits(dtype: torch.dtype, backend: Any) -> Non
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_operator_is_its_definition(dtype: torch.dtype) -> None:
     x = _patterns()
-    assert torch.equal(_bits(round_to_storage(x, dtype)), _bits(arithmetic.round_to_storage(x, dtype)))
+    assert torch.equal(_bits(ROUND_TO_STORAGE(x, dtype)), _bits(arithmetic.round_to_storage(x, dtype)))
     torch.library.opcheck(
-        round_to_storage, (torch.randn(7), dtype), test_utils=("test_schema", "test_faketensor")
+        ROUND_TO_STORAGE, (torch.randn(7), dtype), test_utils=("test_schema", "test_faketensor")
     )
 
 
@@ -78,8 +71,8 @@ VECTORS = [1, 256, None]
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_cpp_rounds_in_every_vector_length(dtype: torch.dtype, simdlen: int | None, backend: Any) -> None:
     def split(x: Tensor, factor: Tensor) -> tuple[Tensor, ...]:
-        hi = round_to_storage(x * 1.5, dtype)
-        scalar = round_to_storage(factor, dtype)  # not a vector in any of them
+        hi = ROUND_TO_STORAGE(x * 1.5, dtype)
+        scalar = ROUND_TO_STORAGE(factor, dtype)  # not a vector in any of them
         return hi.to(dtype), x * 1.5 - hi, hi * scalar
 
     x, factor = _patterns(), torch.tensor(1.1)
@@ -102,7 +95,7 @@ def _bfloat16_halves(value: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _float16_halves(value: Tensor) -> tuple[Tensor, Tensor]:
-    hi = round_to_storage(value, torch.float16)
+    hi = ROUND_TO_STORAGE(value, torch.float16)
     return hi, ULP_PARTS(value, hi)
 
 
@@ -190,7 +183,7 @@ def test_a_number_stored_and_rounded_keeps_the_two_apart(
         y = x * 1.5
         if plain_first:
             plain.copy_(y.to(dtype))
-        hi = round_to_storage(y, dtype)
+        hi = ROUND_TO_STORAGE(y, dtype)
         stored.copy_(hi.to(dtype))
         if not plain_first:
             plain.copy_(y.to(dtype))
@@ -216,7 +209,7 @@ def test_operands_of_two_layouts(backend: Any) -> None:
 
     def step(x: Tensor, y: Tensor, z: Tensor, hi: Tensor, parts: Tensor) -> None:
         value = WITH_ULP_PARTS(hi.float(), parts) + (x.float() * y.float() + z.float()).t()
-        rounded = round_to_storage(value, torch.float16)
+        rounded = ROUND_TO_STORAGE(value, torch.float16)
         hi.copy_(rounded)
         parts.copy_(ULP_PARTS(value, rounded))
 
@@ -255,8 +248,8 @@ def test_rest_in_every_vector_length(simdlen: int | None, backend: Any) -> None:
     """As float32 and stored in bfloat16, of one vector after the other with a special number in it."""
 
     def split(x: Tensor) -> tuple[Tensor, ...]:
-        hi = round_to_storage(x, torch.bfloat16)
-        lo = rest(x, hi)
+        hi = ROUND_TO_STORAGE(x, torch.bfloat16)
+        lo = REST(x, hi)
         return hi, lo, lo.to(torch.bfloat16)
 
     x = _patterns()
@@ -276,8 +269,8 @@ def test_rest_of_bfloat16_vectors(backend: Any) -> None:
 
     def split(a: Tensor, b: Tensor) -> tuple[Tensor, ...]:
         x = a.float() + b.float()
-        hi = round_to_storage(x, torch.bfloat16)
-        return hi.to(torch.bfloat16), rest(x, hi).to(torch.bfloat16)
+        hi = ROUND_TO_STORAGE(x, torch.bfloat16)
+        return hi.to(torch.bfloat16), REST(x, hi).to(torch.bfloat16)
 
     x = torch.cat([_patterns(), torch.full((32 * 16,), 0.3)])
     a, b = arithmetic.split(x, torch.bfloat16, torch.bfloat16)

@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from collage_fx.graph.operators import round_to_storage
 from collage_fx.lowering.rule_graphs import graph_of
 from collage_fx.lowering.stacks import in_stacks, stacked_graph
+from collage_fx.numerics import ROUND_TO_STORAGE
 from collage_fx.runtime import HOST, WORD, Call, Kernel, Plan, Stackable, StepInParts
 from collage_fx.torch_compat import SymbolicScope
 from tests.support import triton_offline as offline
@@ -28,7 +28,7 @@ FUNCTIONS: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
     "a number for each": lambda x, n, v: (x + n) * n + x.sum(),
     "rows and columns": lambda x, n, v: x.sum(0) * v + x.amax(1, keepdim=True) + v * n,
     "transposed": lambda x, n, v: (x.t() + v[:, None]).t().flip(0) * n,
-    "a dtype of ours": lambda x, n, v: round_to_storage(x.t() * 1.0, torch.bfloat16).t() @ v,
+    "a dtype of ours": lambda x, n, v: ROUND_TO_STORAGE(x.t() * 1.0, torch.bfloat16).t() @ v,
     "two results of one operation": lambda x, n, v: torch.sort(x, 1)[0] + torch.max(x, 0)[1],
     "a constant": lambda x, n, v: x @ torch.ones(5, 2) + torch.full((), 2.0),
 }

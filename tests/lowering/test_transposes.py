@@ -12,10 +12,9 @@ from functorch import make_fx
 from torch import Tensor
 from torch.fx import GraphModule, Interpreter, Node
 
-from collage_fx.graph.operators import round_to_storage
 from collage_fx.lowering.products import called_products, has_products_alone
 from collage_fx.lowering.transposes import TRANSPOSES, in_order_of_memory
-from collage_fx.numerics import PHASES
+from collage_fx.numerics import PHASES, ROUND_TO_STORAGE
 from collage_fx.torch_compat import functional_decompositions
 from tests.support.programs import rule_for
 
@@ -69,7 +68,7 @@ CASES: dict[str, tuple[Callable[[Tensor, Tensor, Tensor], Tensor], list[object]]
     "of a sum of rows": (lambda x, y, n: x.t().sum(1), [aten.t.default, aten.sum.dim_IntList]),
     "of a product of both": (
         lambda x, y, n: (
-            round_to_storage(x.t() * 1.0, torch.bfloat16).t() @ round_to_storage(x.t() * 1.0, torch.bfloat16)
+            ROUND_TO_STORAGE(x.t() * 1.0, torch.bfloat16).t() @ ROUND_TO_STORAGE(x.t() * 1.0, torch.bfloat16)
         ),
         [aten.mul.Tensor, None, aten.t.default, aten.mm.default],
     ),

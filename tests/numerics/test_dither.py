@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 from torch._inductor import config
 
-import collage_fx.graph.operators  # noqa: F401  # which has the lowerings
-from collage_fx.numerics import DITHERED, DITHERED_SUM, PHASES, storage_format
+from collage_fx.numerics import DITHERED_SUM, PHASES, storage_format
 from collage_fx.numerics.dither import GOLDEN, NEAR, SPACING, dithered, dithered_sum, phase, phases
+from collage_fx.numerics.operators import DITHERED
 from tests.support.bit_patterns import near_storage_numbers, sample
 from tests.support.exact import ENCODINGS, fractions, tensor
 from tests.support.float_bits import same_bits

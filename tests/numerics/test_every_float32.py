@@ -9,13 +9,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from collage_fx.graph.operators import round_to_storage
-from collage_fx.numerics import (
+from collage_fx.numerics import ROUND_TO_STORAGE, UPPER_HALF
+from collage_fx.numerics.operators import (
     DITHERED_BYTE,
     DITHERED_UPPER,
     LOWER_HALF,
     ULP_PARTS,
-    UPPER_HALF,
     WITH_BYTE,
     WITH_LOWER_HALF,
     WITH_ULP_PARTS,
@@ -47,7 +46,7 @@ def test_bfloat16() -> None:
     def count(bits: Tensor) -> dict[str, Tensor]:
         x = bits.view(torch.float32)
         hi, rest = UPPER_HALF(x), LOWER_HALF(x)
-        again, even = WITH_LOWER_HALF(hi, rest), round_to_storage(x, torch.bfloat16)
+        again, even = WITH_LOWER_HALF(hi, rest), ROUND_TO_STORAGE(x, torch.bfloat16)
         is_finite = hi.abs() < torch.inf
         differs = is_finite & (hi != even)
         return {
@@ -103,7 +102,7 @@ def test_every_pair_beside_bfloat16() -> None:
 def test_float16() -> None:
     def count(bits: Tensor) -> dict[str, Tensor]:
         x = bits.view(torch.float32)
-        hi = round_to_storage(x, torch.float16)
+        hi = ROUND_TO_STORAGE(x, torch.float16)
         parts = ULP_PARTS(x, hi)
         again = WITH_ULP_PARTS(hi, parts)
         is_finite, is_large = hi.abs() < torch.inf, x.abs() >= 2.0**-16

@@ -7,17 +7,10 @@ import torch
 from torch import Tensor
 from torch._inductor import config
 
-import collage_fx.graph.operators  # noqa: F401  # which has the lowerings
-from collage_fx.numerics import (
-    DITHERED_BYTE,
-    DITHERED_UPPER,
-    ERROR_FORMATS,
-    PHASES,
-    WITH_BYTE,
-    storage_format,
-)
+from collage_fx.numerics import ERROR_FORMATS, PHASES, storage_format
 from collage_fx.numerics.dither import phase, phases
 from collage_fx.numerics.float24 import dithered_byte, dithered_upper, nearest, with_byte
+from collage_fx.numerics.operators import DITHERED_BYTE, DITHERED_UPPER, WITH_BYTE
 from tests.support.bit_patterns import near_storage_numbers, sample
 from tests.support.exact import ENCODINGS, fractions, tensor
 from tests.support.float24 import nearest as nearest_of

@@ -6,14 +6,14 @@ import pytest
 import torch
 
 from collage_fx.graph import GraphEditor, Retyper, placeholders
-from collage_fx.graph.operators import round_to_storage
+from collage_fx.numerics import ROUND_TO_STORAGE
 from tests.support.programs import after, captured, moving_average, sgd
 
 aten = torch.ops.aten
 
 
 def _roundings(program_after: torch.fx.GraphModule) -> int:
-    return sum(node.target is round_to_storage for node in program_after.graph.nodes)
+    return sum(node.target is ROUND_TO_STORAGE for node in program_after.graph.nodes)
 
 
 def test_wide_rounds_hi_once() -> None:

@@ -16,7 +16,7 @@ from torch import Tensor
 from collage_fx.choices import Rounding
 from collage_fx.graph import graph_text
 from collage_fx.graph.program import StepProgram
-from collage_fx.numerics.dither import DITHERED_SUM
+from collage_fx.numerics import DITHERED_SUM
 from collage_fx.passes.normalize import Normalize
 from collage_fx.passes.sum_changes import SumChanges
 from collage_fx.passes.widen import Widen

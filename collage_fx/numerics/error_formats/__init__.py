@@ -8,42 +8,17 @@ adds the entry when it is imported.
 
 from __future__ import annotations
 
-from collage_fx.numerics.error_formats.base import COUNT, AuxiliarySpec, ErrorBound, ErrorFormat
-from collage_fx.numerics.error_formats.blocks import Blocks
-from collage_fx.numerics.error_formats.byte import Byte
-from collage_fx.numerics.error_formats.dither import Bf16, Dither
-from collage_fx.numerics.error_formats.exact import (
-    LOWER_HALF,
-    ULP_PARTS,
-    UPPER_HALF,
-    WITH_LOWER_HALF,
-    WITH_ULP_PARTS,
-    Exact,
-)
-from collage_fx.numerics.error_formats.fp32 import Fp32
-from collage_fx.numerics.error_formats.mcf import Mcf
-
-__all__ = [
-    "COUNT",
-    "ERROR_FORMATS",
-    "LOWER_HALF",
-    "PACKED_FORMATS",
-    "ULP_PARTS",
-    "UPPER_HALF",
-    "WITH_LOWER_HALF",
-    "WITH_ULP_PARTS",
-    "AuxiliarySpec",
-    "Bf16",
-    "Blocks",
-    "Byte",
-    "Dither",
-    "ErrorBound",
-    "ErrorFormat",
-    "Exact",
-    "Fp32",
-    "Mcf",
-    "format_named",
-]
+from collage_fx.numerics.error_formats.base import COUNT as COUNT
+from collage_fx.numerics.error_formats.base import AuxiliarySpec as AuxiliarySpec
+from collage_fx.numerics.error_formats.base import ErrorBound as ErrorBound
+from collage_fx.numerics.error_formats.base import ErrorFormat as ErrorFormat
+from collage_fx.numerics.error_formats.blocks import Blocks as Blocks
+from collage_fx.numerics.error_formats.byte import Byte as Byte
+from collage_fx.numerics.error_formats.dither import Bf16 as Bf16
+from collage_fx.numerics.error_formats.dither import Dither as Dither
+from collage_fx.numerics.error_formats.exact import Exact as Exact
+from collage_fx.numerics.error_formats.fp32 import Fp32 as Fp32
+from collage_fx.numerics.error_formats.mcf import Mcf as Mcf
 
 #: Registered formats that keep hi, by name. The first that an arithmetic can use is its default.
 ERROR_FORMATS: dict[str, ErrorFormat] = {fmt.name: fmt for fmt in (Exact(), Mcf(), Fp32(), Byte(), Dither())}

@@ -18,8 +18,8 @@ from collage_fx.numerics.blocks import (
     SMALLEST_SCALE,
     why_no_blocks,
 )
-from collage_fx.numerics.dither import PHASE, PHASES
 from collage_fx.numerics.error_formats.base import COUNT, AuxiliarySpec, ErrorBound, ErrorFormat
+from collage_fx.numerics.operators import PHASE, PHASES
 
 
 class Blocks(ErrorFormat):

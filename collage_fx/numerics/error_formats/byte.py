@@ -7,10 +7,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from collage_fx.numerics.dither import PHASE, PHASES
 from collage_fx.numerics.error_formats.base import COUNT, AuxiliarySpec, ErrorBound, ErrorFormat
-from collage_fx.numerics.float24 import DITHERED_BYTE, DITHERED_UPPER, WITH_BYTE, nearest
+from collage_fx.numerics.float24 import nearest
 from collage_fx.numerics.formats import storage_format
+from collage_fx.numerics.operators import DITHERED_BYTE, DITHERED_UPPER, PHASE, PHASES, WITH_BYTE
 
 
 class Byte(ErrorFormat):

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from collage_fx.numerics.dither import DITHERED, PHASE, PHASES
 from collage_fx.numerics.error_formats.base import COUNT, AuxiliarySpec, ErrorBound, ErrorFormat
 from collage_fx.numerics.formats import BFLOAT16, is_low_precision, storage_format
+from collage_fx.numerics.operators import DITHERED, PHASE, PHASES
 
 
 class Dither(ErrorFormat):

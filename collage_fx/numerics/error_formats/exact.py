@@ -8,10 +8,15 @@ from fractions import Fraction
 import torch
 from torch import Tensor
 
-from collage_fx.numerics import arithmetic
 from collage_fx.numerics.error_formats.base import COUNT, AuxiliarySpec, ErrorBound, ErrorFormat
 from collage_fx.numerics.formats import BFLOAT16
-from collage_fx.numerics.operators import define_elementwise
+from collage_fx.numerics.operators import (
+    LOWER_HALF,
+    ULP_PARTS,
+    UPPER_HALF,
+    WITH_LOWER_HALF,
+    WITH_ULP_PARTS,
+)
 
 
 class Exact(ErrorFormat):
@@ -65,17 +70,3 @@ class Exact(ErrorFormat):
 
     def store(self, value: Tensor, hi: Tensor, *inputs: Tensor) -> tuple[Tensor, ...]:
         return self.store_nearest(value, hi, *inputs)
-
-
-#: Operators of the functions of the same names.
-UPPER_HALF = define_elementwise("upper_half(Tensor value) -> Tensor", arithmetic.upper_half)
-LOWER_HALF = define_elementwise("lower_half(Tensor value) -> Tensor", arithmetic.lower_half, torch.int16)
-WITH_LOWER_HALF = define_elementwise(
-    "with_lower_half(Tensor hi, Tensor rest) -> Tensor", arithmetic.with_lower_half
-)
-ULP_PARTS = define_elementwise(
-    "ulp_parts(Tensor value, Tensor hi) -> Tensor", arithmetic.ulp_parts, torch.int16
-)
-WITH_ULP_PARTS = define_elementwise(
-    "with_ulp_parts(Tensor hi, Tensor parts) -> Tensor", arithmetic.with_ulp_parts
-)
