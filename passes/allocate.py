@@ -14,8 +14,8 @@ import torch
 
 from collage_fx.graph import (
     PASS_MARK,
+    Expansion,
     GraphEditor,
-    ReadExpansion,
     StepProgram,
     is_low_precision_tensor,
     placeholders,
@@ -62,9 +62,9 @@ class Allocate(Pass):
         return f"{sum(len(state.added_inputs) for state in program.expansions)} inputs added"
 
 
-def _reads(program: StepProgram) -> Iterator[ReadExpansion]:
+def _reads(program: StepProgram) -> Iterator[Expansion]:
     whole = program.already_compensated | program.may_get_terms
     read = whole.difference(state.position for state in program.states)
     for position, node in enumerate(placeholders(program.gm.graph)):
         if position in read and is_low_precision_tensor(node):
-            yield ReadExpansion(node, position, program.inputs[position], chosen_format=program.error_format)
+            yield Expansion(node, position, program.inputs[position], chosen_format=program.error_format)

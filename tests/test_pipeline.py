@@ -63,6 +63,22 @@ def _broken(mutate: str) -> StepProgram:
         elif mutate == "unwritten":
             graph.erase_node(next(n for n in graph.nodes if n.target is store.target and n.args[0] is lo))
             return program
+        elif mutate == "number":
+            store.args = (p, 0.0)
+            return program
+        elif mutate == "shape":
+            with graph.inserting_before(store):
+                made = graph.call_function(torch.ops.aten.neg.default, (g,))
+            made.meta["val"] = g.meta["val"][:2]
+            store.args = (p, made)
+            return program
+        elif mutate == "input":
+            with graph.inserting_after(lo):
+                graph.placeholder("another")
+            return program
+        elif mutate == "moved":
+            program.states[0].placeholder = g
+            return program
         else:
             made = graph.call_function(torch.ops.aten.neg.default, (g,))
             return program
@@ -75,7 +91,17 @@ def _broken(mutate: str) -> StepProgram:
     [
         ("in place", "mutation outside the epilogue"),
         ("twice", "two stores into one input"),
-        ("dtype", "a value of torch.float32 stored into a tensor of torch.bfloat16"),
+        (
+            "dtype",
+            r"of torch.float32 stored into a tensor of torch.bfloat16\n  where: %copy_ .*after a test",
+        ),
+        (
+            "shape",
+            r"a value of shape torch.Size\(\[2\]\) stored into shape torch.Size\(\[4\]\)\n  where: %copy_ ",
+        ),
+        ("number", "a stored value that is not a node"),
+        ("input", r"additional inputs \[p_lo, another\], expected \[p_lo\]\n  where: after a test"),
+        ("moved", r"an input has moved\n  where: p after a test"),
         ("unwritten", "an auxiliary tensor that no store writes"),
         ("no value", "a node without meta"),
     ],

@@ -72,9 +72,9 @@ from collage_fx.graph.operator_facts import takes_strides as takes_strides
 from collage_fx.graph.operator_facts import weighted_sum as weighted_sum
 from collage_fx.graph.operators import once as once
 from collage_fx.graph.operators import trace_of as trace_of
+from collage_fx.graph.program import Expansion as Expansion
 from collage_fx.graph.program import InputInfo as InputInfo
 from collage_fx.graph.program import Kind as Kind
-from collage_fx.graph.program import ReadExpansion as ReadExpansion
 from collage_fx.graph.program import Recurrence as Recurrence
 from collage_fx.graph.program import Role as Role
 from collage_fx.graph.program import StateTensor as StateTensor

@@ -151,10 +151,6 @@ class GraphEditor:
                 node.meta["val"] = self._run(node.target, node.args, node.kwargs)
                 stale.add(node)
 
-    def finish(self) -> None:
-        """Erase the nodes that no other node reads, as the pipeline does after each pass."""
-        self.graph.eliminate_dead_code()
-
 
 def _readable_name(target: Any, args: tuple[Any, ...]) -> str:
     """Return a short node name: ``add``, not ``add_tensor``; ``to_float32`` for a cast."""

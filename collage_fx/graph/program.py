@@ -135,14 +135,6 @@ class Expansion:
 
 
 @dataclass
-class ReadExpansion(Expansion):
-    """Low-precision input with error terms that the step reads but does not mutate.
-
-    For example a parameter in the update of its moving average, which averages hi + lo, not hi.
-    """
-
-
-@dataclass
 class StateTensor(Expansion):
     """Input that the step mutates: of low precision, or float32 if state is to be packed.
 
@@ -246,6 +238,8 @@ class StepProgram:
         takes_float32: whether float32 parameters and their state are among ``states``, because state is to be
             packed or its bytes are limited.
         captured: a copy of the graph before any pass if the step is measured; else None.
+        reads: set by ``allocate``: inputs with error terms that the step reads whole but does not mutate, as
+            the update of an average reads a parameter.
         left_out: failures of optional passes and steps of the lowering, without which the step is compiled.
     """
 
@@ -268,7 +262,7 @@ class StepProgram:
     takes_float32: bool = False
     captured: GraphModule | None = None
     states: list[StateTensor] = field(default_factory=list)
-    reads: list[ReadExpansion] = field(default_factory=list)
+    reads: list[Expansion] = field(default_factory=list)
     left_out: list[FailedPassError] = field(default_factory=list)
 
     def __post_init__(self) -> None:

@@ -15,10 +15,10 @@ from collage_fx.errors import CollageError, FailedLoweringError, FailedPassError
 from collage_fx.graph import (
     WAYS,
     InputInfo,
-    ReadExpansion,
     Reason,
     Reasons,
     Role,
+    StateTensor,
     StepProgram,
     Unit,
     copies_to_inputs,
@@ -114,7 +114,7 @@ def lower(
     if (first := next((fault for way, fault in why if way == "by the usual code"), None)) is not None:
         warn(_failed(first, program.infos, is_compiled=made.is_compiled))
     bindings = [
-        bind(index, program.infos[index], state.error_format, reads=isinstance(state, ReadExpansion))
+        bind(index, program.infos[index], state.error_format, reads=not isinstance(state, StateTensor))
         for state in program.expansions
         for index in repetition.copies[state.position]
     ]

@@ -66,7 +66,7 @@ class _Rewriter:
                             output.replace_input_with(node, self._as_promised(result, node))
                 if result is not node:
                     node.replace_all_uses_with(result)
-        self.editor.finish()
+        self.editor.graph.eliminate_dead_code()
         self.editor.gm.recompile()
 
     def _result(self, node: Node) -> Node:
