@@ -84,10 +84,14 @@ def test_noise_without_an_end() -> None:
 
 def iterated(x: Tensor, g: Tensor) -> Tensor:
     """A matrix polynomial of itself, thirty times: 3**30 operations, were it written out."""
-    update = g
+    update = polynomial(g)
+    return x - 0.5 * update - update
+
+
+def polynomial(update: Tensor) -> Tensor:
     for _ in range(30):
         update = update @ update + update
-    return x - 0.5 * update - update
+    return update
 
 
 def test_an_expression_has_an_end() -> None:
@@ -98,6 +102,19 @@ def test_an_expression_has_an_end() -> None:
     assert found.kind is Kind.ACCUMULATION
     assert sympy.count_ops(found.expression, visual=False) < LONGEST_EXPRESSION
     assert "(…)" in str(found.expression)
+
+
+def test_different_values_that_are_cut_off_are_different_symbols() -> None:
+    def step(x: Tensor, g: Tensor) -> Tensor:
+        return x + polynomial(g) - polynomial(2 * g)
+
+    graph = make_fx(step)(torch.zeros(2, 2), torch.zeros(2, 2)).graph
+    x, g = graph.find_nodes(op="placeholder")
+    (result,) = graph.output_node().all_input_nodes
+    found = read_recurrence(x, result, {x: "x", g: "g"}, {}, is_parameter=True)
+    cut = [symbol for symbol in found.expression.free_symbols if "(…)" in str(symbol)]
+    assert len(cut) > 10
+    assert {abs(found.expression.coeff(symbol)) for symbol in cut} == {1}
 
 
 @pytest.mark.parametrize(
