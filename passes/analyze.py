@@ -1,8 +1,7 @@
 """The pass that finds the state tensors, reads their recurrences and selects which become expansions.
 
-The decision depends on the recurrence alone, never on a name such as ``exp_avg_sq``. ``plus`` selects Adam's
-second moment for beta2 >= 0.95 and not its first moment for beta1 = 0.9, because of the effect that these
-decays have in the storage format.
+The decision depends on the recurrence alone, never on a name such as ``exp_avg_sq``: ``plus`` selects Adam's
+second moment for beta2 >= 0.95, and not its first moment for beta1 = 0.9.
 """
 
 from __future__ import annotations
@@ -78,8 +77,8 @@ class Analyze(Pass):
             for value in (stored(store), unless_skipped(placeholder, stored(store))):
                 new_values.setdefault(value, f"{symbols[placeholder]}'")
         kept_up = [node for i, node in enumerate(infos) if i in program.already_compensated]
-        parameters = [node for node, info in infos.items() if info.role is Role.PARAMETER]
-        parameters = list(filter(is_low_precision_tensor, parameters))
+        low = filter(is_low_precision_tensor, infos)
+        parameters = [node for node in low if infos[node].role is Role.PARAMETER]
         read = dict.fromkeys(node for node in (*kept_up, *parameters) if node not in stores)
         flow = _Flow(graph, stores, [*read])
         float32 = _float32_states(infos) if program.takes_float32 else set[Node]()
@@ -130,7 +129,7 @@ class Analyze(Pass):
                 _compensate(program, state, "computed from float32 values, as from master weights")
             elif is_parameter and program.is_recorded:
                 _compensate(program, state, "a parameter, in a part of a recorded step")
-                if _is_made_of_bits(state):
+                if any(node.target is aten.view.dtype for node in made_of(_stored(state))):
                     state.refusal, state.remedy = ROUNDED_BITS
             elif state.info.role is not Role.STATE or state.compensated:
                 continue
@@ -149,8 +148,8 @@ class Analyze(Pass):
             for state in program.states:
                 if _may_be_dithered(program, state):
                     _dither_unless_compensated(state)
-        low = sum(not state.is_float32 for state in program.states)
-        return f"{len(program.compensated)} of {low} low-precision state tensors selected"
+        count = sum(not state.is_float32 for state in program.states)
+        return f"{len(program.compensated)} of {count} low-precision state tensors selected"
 
 
 def _float32_states(infos: Mapping[Node, InputInfo]) -> set[Node]:
@@ -198,11 +197,9 @@ class _Flow:
         self.bit = {placeholder: 1 << i for i, placeholder in enumerate(self.inputs)}
         self.reads: dict[Node, int] = {}
         for node in graph.nodes:
-            operands = () if ignores_values(node.target) else node.all_input_nodes
-            read = self.bit.get(node, 0)
-            for operand in operands:
-                read |= self.reads[operand]
-            self.reads[node] = read
+            self.reads[node] = self.bit.get(node, 0)
+            for operand in () if ignores_values(node.target) else node.all_input_nodes:
+                self.reads[node] |= self.reads[operand]
         self.new_values = {placeholder: placeholder for placeholder in constant}
         self.new_values |= {placeholder: stored(store) for placeholder, store in stores.items()}
 
@@ -284,10 +281,9 @@ def _moves_a_parameter(program: StepProgram, state: StateTensor) -> bool:
 def _may_be_dithered(program: StepProgram, state: StateTensor) -> bool:
     """Return whether dither may round a state: a tensor whose rounding errors would add up.
 
-    Numbers (0-d tensors) are rounded to nearest. So is state whose dependence on its old value is unknown:
-    Rprop's step sizes are products of a few numbers. So is state that a recorded step creates anew: its step
-    count would start again, and dither's phase would be the same at each step. State that a part of a
-    recorded step overwrites may be dithered: another part may compute its new value from its old value.
+    Rounded to nearest are numbers (0-d tensors), state whose dependence on its old value is unknown, as
+    Rprop's step sizes, and state that a recorded step creates anew, whose count of steps would start again.
+    State that a part of a recorded step overwrites may be computed from its old value in another part.
     """
     if state.info.is_made or state.is_float32:
         return False
@@ -319,9 +315,8 @@ def _compensate(program: StepProgram, state: StateTensor, why: str) -> None:
 def _is_set_to(program: StepProgram, state: StateTensor, source: Node, symbols: Mapping[Node, str]) -> bool:
     """Return whether a state is set to a parameter's value, or most of it, like an extrapolated point.
 
-    False for a small share of the parameter, such as weight decay in a gradient. False also for a value
-    computed from a moving average of moments: it is recomputed at each step, and rounding it has no lasting
-    effect.
+    False for a small share of the parameter, as weight decay in a gradient, and for a value computed from a
+    moving average of moments: each step computes it anew, and rounding it has no lasting effect.
     """
     known = next((each for each in program.states if each.placeholder is source), None)
     if known is not None and known.info.role is Role.STATE and known.recurrence.kind is Kind.MOVING_AVERAGE:
@@ -334,11 +329,6 @@ def _is_set_to(program: StepProgram, state: StateTensor, source: Node, symbols: 
 def _is_overwritten_parameter(state: StateTensor) -> bool:
     """Return whether a state is a parameter without memory of its own."""
     return state.recurrence.kind is Kind.OVERWRITE and state.info.role is Role.PARAMETER
-
-
-def _is_made_of_bits(state: StateTensor) -> bool:
-    """Return whether the new value, or a value it is computed from, is reinterpreted bits."""
-    return any(node.target is aten.view.dtype for node in made_of(_stored(state)))
 
 
 def _is_rounded_in_bits(state: StateTensor) -> bool:

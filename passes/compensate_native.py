@@ -29,12 +29,10 @@ c - 1 = d, DWTimesDW1 (7 u**2) and AccurateDWPlusDW or Grow (3 u**2), to first o
     |error| <= 3 |c x + y| + 3 |d x + y| + 8 |d x|, or 3 |c x| + 8 |d x| if nothing is added.
 
 Near 1 means ``|c - 1| <= |c|/2``, that is 2/3 <= c <= 2; there 3 |c x| + 8 |d x| is at most 7 |c x|, the
-bound of the product itself. A number that is an input of the graph (a changing learning rate), and each
-element of a tensor, is compared with 1 at run time: if far from 1, d is c and x is not added, with the same
-bound. Its conversion to float32 adds 2**-24 |d x|.
-
-An operation in float32, such as an ``addcdiv`` that torch 2.11 has decomposed, reads ``c x`` as the float32
-sum of x and (c-1) x, not as the pair: the error is 2**-24 |c x| instead of 3 u**2 |c x|.
+bound of the product itself. A number that is an input of the graph, and each element of a tensor, is compared
+with 1 at run time: if far from 1, d is c and x is not added, with the same bound. Its conversion to float32
+adds 2**-24 |d x|. An operation in float32 reads ``c x`` as the float32 sum of x and (c-1) x, not as the pair:
+the error is 2**-24 |c x| instead of 3 u**2 |c x|.
 """
 
 from __future__ import annotations

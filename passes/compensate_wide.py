@@ -87,9 +87,8 @@ class CompensateWide(Pass):
 def _refuse_lost_value(program: StepProgram, state: StateTensor, order: Mapping[Node, int]) -> None:
     """Set ``state.refusal`` if every path from load to store passes an operator that reads hi alone.
 
-    Such an operator needs operands in the storage dtype: the tensor itself, or a float32 value computed from
-    it and cast back. The error term does not pass through. In a recorded step, the old value of a parameter
-    may come from another part, as a carried input.
+    Such an operator needs operands in the storage dtype: the tensor itself, or a value computed from it and
+    cast back. In a recorded step, a parameter's old value may come from another part, as a carried input.
     """
     sources, path = {state.placeholder}, set(state.recurrence.path)
     if not path and program.is_recorded and state.info.role is Role.PARAMETER:

@@ -1,13 +1,11 @@
 """The pass that drops the error terms of values that were overwritten since the last step.
 
-Programs overwrite state between steps: ``zero_grad``, ``p.grad.zero_()`` or ``p.grad.data.zero_()`` zero an
-accumulated gradient, and optimizer state is reset or scaled. The tensor's version counter does not show all
-of these writes. But hi does: an error term is at most half an ulp of hi, so a larger error term belongs to
-another value. Added to a second moment that was zeroed, it could make the moment negative. The test costs a
-few operations per element in a kernel that is limited by memory, and needs nothing outside the step. It is
-made for sums that are not parameters, and for all state in formats whose error terms are independent numbers;
-in the other formats the error is a fraction of hi's ulp, whatever hi is. Not detected: a value overwritten by
-another of about the same size, which starts with the old error term.
+Programs overwrite state between steps: they zero an accumulated gradient, reset or scale optimizer state.
+The tensor's version counter does not show all of these writes. But hi does: an error term is at most half an
+ulp of hi, so a larger one belongs to another value. Added to a second moment that was zeroed, it could make
+the moment negative. The test is made for sums that are not parameters, and for all state in formats whose
+error terms are independent numbers; in the other formats the error is a fraction of hi's ulp, whatever hi is.
+Not detected: a value overwritten by another of about the same size, which starts with the old error term.
 """
 
 from __future__ import annotations

@@ -45,10 +45,10 @@ class Normalize(Pass):
 
     def run(self, program: StepProgram) -> str:
         editor = GraphEditor(program.gm, self.name)
-        lists = sum(_unpack_foreach(editor, node) for node in list(editor.graph.nodes))
-        opened = sum(_open_composite(editor, node) for node in list(editor.graph.nodes))
-        opened += sum(_open_matrix_sum(editor, node) for node in list(editor.graph.nodes))
-        opened += sum(_open_outer_product(editor, node) for node in list(editor.graph.nodes))
+        lists, *opened = (
+            sum(rule(editor, node) for node in list(editor.graph.nodes))
+            for rule in (_unpack_foreach, _open_composite, _open_matrix_sum, _open_outer_product)
+        )
         for node in list(editor.graph.nodes):
             _fold_number(editor, node)
         for node in list(editor.graph.nodes):
@@ -56,7 +56,7 @@ class Normalize(Pass):
             _choose_constant_branch(editor, node)
             _forward_copy(editor, node)
         read_before_overwriting(editor)
-        return f"{opened} composite and {lists} foreach operations opened"
+        return f"{sum(opened)} composite and {lists} foreach operations opened"
 
 
 def _keep_as_tensor(editor: GraphEditor, node: Node) -> None:
@@ -178,10 +178,9 @@ def _choose_constant_branch(editor: GraphEditor, node: Node) -> None:
 def _forward_copy(editor: GraphEditor, node: Node) -> None:
     """Replace ``copy(destination, source)`` by ``source``, in the destination's dtype, shape and strides.
 
-    AOTAutograd writes it if an in-place result has other strides than its destination (a transposed weight
-    with a contiguous gradient); the destination's old value is not used. torch 2.11's ``lerp`` uses
-    ``copy_strided(source, strides)`` instead. A returned tensor keeps memory of its own: a state that is
-    created as a copy of a gradient must not alias the gradient.
+    AOTAutograd writes it if an in-place result has other strides than its destination; torch 2.11's ``lerp``
+    uses ``copy_strided(source, strides)``. A returned tensor keeps memory of its own: state that is created
+    as a copy of a gradient must not alias the gradient.
     """
     if node.target not in (aten.copy.default, prims.copy_strided.default):
         return

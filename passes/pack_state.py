@@ -1,8 +1,7 @@
 """The pass that chooses which state is packed, and in which format, from its recurrence and its uses.
 
-A state is packed into integers of 8 or 16 bits with a scale per block: Note [Blocks] in
-``numerics/blocks.py``. A signed format holds numbers of either sign. A positive format holds numbers that are
-never negative, and only zero becomes zero in it. A divisor or radicand of a step needs the positive format:
+A signed format holds numbers of either sign: Note [Blocks] in ``numerics/blocks.py``. A positive one holds
+numbers that are never negative, and only zero becomes zero in it. A divisor or radicand of a step needs it:
 if a divisor became zero and the dividend did not, the update would be unbounded. So a state is not packed
 
 * if a divisor or radicand that may be negative is computed from it, such as the root of a difference in

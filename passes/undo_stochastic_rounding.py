@@ -13,9 +13,8 @@ Theorem. Both return one of the two neighbours of x in bfloat16, the larger in m
 precision, so it is the intended value without noise. The sum of N random numbers minus ``(N - 1) * 2**15``
 (heavyball's dithering) has the same expected value to within N / 2 ulps of float32.
 
-Similar operations that are not stochastic rounding are left unchanged, and ``analyze`` refuses them: another
-mask, other bounds, random numbers from outside the graph, or a rounding that is not random, whose cut-off
-bits the step may compute elsewhere.
+Similar operations are left unchanged, and ``analyze`` refuses them: another mask, other bounds, numbers from
+outside the graph, or a rounding that is not random, whose cut-off bits the step may compute elsewhere.
 """
 
 from __future__ import annotations

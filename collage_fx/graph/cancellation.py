@@ -2,17 +2,17 @@
 
 Note [State of the size of weights]
 -----------------------------------
-Some state is as large as the parameter p itself: an average of weights, their previous values, an anchor. A
-step moves p by about 1e-5 of p. ``p -= 0.1 (p - average)`` subtracts two nearly equal numbers, so rounding
-the average (by up to 1/256 of it in bfloat16) changes the update by many times its size. Relative to the
-state this rounding is as small as that of a moment, so the state's own recurrence does not show the problem.
+Some state is as large as the parameter p itself: an average of weights, their previous values, an anchor.
+``p -= 0.1 (p - average)`` subtracts two nearly equal numbers, so rounding the average (by up to 1/256 of it
+in bfloat16) changes the update, about 1e-5 of p, by many times its size. The state's own recurrence does not
+show this.
 
 So the derivatives of all new values with respect to all old values are read off the graph where it is
 linear: ``p' = sum of c_s s``, and ``s' = a s + ...`` for each state. With p held at 1, a state converges to
 its *size*, ``size_s = (sum over others of a_x size_x) / (1 - a)``: 1 for an average of weights; for a moment
-of gradients, the share that weight decay contributes. A state is of the size of weights if this size exceeds
-the contribution of the gradients. The update is ``p' - p``; *net* is the sum of its terms ``c_s size_s``,
-most of which cancel. A state's noise relative to the update is its noise relative to the state itself times
+of gradients, the share of weight decay. A state is of the size of weights if its size exceeds the
+contribution of the gradients. The update is ``p' - p``; *net* is the sum of its terms ``c_s size_s``, most of
+which cancel. A state's noise relative to the update is its noise relative to the state itself times
 
     amplification = |c_s size_s| / max(|net|, MOVE)
 

@@ -3,11 +3,10 @@
 Note [State is born with its error term]
 ----------------------------------------
 ``state["z"] = p.clone(); state["z"].sub_(lr * g)`` in one step: the graph returns z, and Dynamo puts z into
-the state. If z were rounded when it is returned, its first update would be lost. So a returned tensor becomes
-an input that the graph stores to: the step allocates the memory (:class:`~collage_fx.runtime.MakingStep`),
-and the passes give z an error term like other state. Whether the error term is worth its memory is known only
-when the next step is compiled, whose graph has a recurrence of z. Until then the error term is *new*; it is
-dropped if the strategy does not choose z.
+the state. Rounded when it is returned, z would lose its first update. So a returned tensor becomes an input
+that the graph stores to: the step allocates the memory (:class:`~collage_fx.runtime.MakingStep`), and the
+passes give z an error term. The term is *new* until the next step is compiled, whose graph has a recurrence
+of z; it is dropped if the strategy does not choose z.
 
 Note [Values that leave a graph]
 --------------------------------

@@ -242,14 +242,11 @@ def dithered_noise(decay: Fraction, fmt: FloatFormat) -> float:
 
     The noise is ``sqrt(2/3) u / sqrt(1 - a**2)``; infinite if a is 1 or more. Underflow is not included.
 
-    Derivation: a number lies between two neighbours of the format that are an ulp apart, at a fraction p of
-    the way up. Rounded up with probability p, it is right on average, with variance ``p (1 - p) ulp**2``;
-    the mean over all p is ``ulp**2 / 6``. An ulp is at most ``2 u v``, just above a power of two. Each later
-    step keeps the share ``a`` of an error, so the square of the noise is
-    ``(2 u)**2 / 6 * (1 + a**2 + a**4 + ...)``. This is a bound for dither, for three reasons: its errors are
-    not independent but cancel each other; between powers of two an ulp is smaller; and a value that hardly
-    moves is rounded to its old value. Averages of squares were measured at a quarter to three quarters of
-    the bound (in bfloat16 with ``a = 0.999``: 0.028 of 0.071).
+    Derivation: a number between two neighbours, rounded up with a probability of its fraction p of an ulp, is
+    right on average, with variance ``p (1 - p) ulp**2``; the mean over all p is ``ulp**2 / 6``. An ulp is at
+    most ``2 u v``. Each later step keeps the share ``a`` of an error, so the square of the noise is
+    ``(2 u)**2 / 6 * (1 + a**2 + a**4 + ...)``. Dither has less: its errors cancel each other. Averages of
+    squares were measured at a quarter to three quarters of it (bfloat16, ``a = 0.999``: 0.028 of 0.071).
     """
     return math.sqrt(2 / 3 / (1 - decay**2)) * float(fmt.unit_roundoff) if decay < 1 else math.inf
 

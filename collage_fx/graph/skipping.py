@@ -2,11 +2,11 @@
 
 Note [Skipped steps]
 --------------------
-A loss scaler skips a step whose gradients have overflowed, and some optimizers do so themselves. Others skip
-it for the elements, rows or columns of a mask. The step is computed all the same, and every element is set to
-either its old or its new value. With an error term each of the two is ``hi + lo``. An element whose step is
-skipped must keep both parts, bit for bit: if the old value were joined, chosen and split again, it could
-become another pair (hi, lo) of the same value, where lo is half an ulp of an odd hi.
+A loss scaler skips a step whose gradients have overflowed; some optimizers skip it for elements, rows or
+columns of a mask. The step is computed all the same, and every element is set to either its old or its new
+value. With an error term, an element whose step is skipped must keep both parts, bit for bit: if the old
+value were joined, chosen and split again, it could become another pair (hi, lo) of the same value, where lo
+is half an ulp of an odd hi.
 
 So a compensating pass removes the choice (:func:`set_aside`), rewrites the step as if it were always taken,
 and puts the choice in front of the stores of all parts (:func:`restore`). The effect of a step on a tensor's

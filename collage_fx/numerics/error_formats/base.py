@@ -70,9 +70,8 @@ class AuxiliarySpec(NamedTuple):
     def saved(self, buffer: Tensor) -> Tensor:
         """Return the buffer as a checkpoint holds it, in the same memory: as bytes, with one dimension more.
 
-        Plain PyTorch casts loaded state to the parameter's dtype. A cast keeps every byte, but not every
-        16-bit integer or number of another format. An error term of 16 bits has the parameter's dtype, and is
-        saved as it is, for programs that read the file.
+        Plain PyTorch casts loaded state to the parameter's dtype, which keeps each byte, but not each 16-bit
+        integer. An error term of 16 bits has that dtype, and is saved as it is.
         """
         return buffer.unsqueeze(-1).view(torch.uint8) if self._is_saved_as_bytes else buffer
 
