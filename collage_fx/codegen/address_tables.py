@@ -5,9 +5,10 @@ from __future__ import annotations
 import ctypes
 import functools
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from types import SimpleNamespace
+from typing import Any
 
 from torch import Tensor
 
@@ -29,7 +30,6 @@ NO_PLACE = -1
 #: its elements, which becomes a float32 sum or mean.
 LENGTH, FIRST_OF_PIECE, TOTAL, MEAN = -1, -2, -3, -4
 
-
 #: Odd factors of a fingerprint's hash: 2**32 over the golden ratio, and two of the hash "lowbias32",
 #: https://nullprogram.com/blog/2018/07/31/.
 PAIR, FIRST, SECOND = 0x9E3779B1, 0x7FEB352D, 0x846CA68B
@@ -37,35 +37,19 @@ PAIR, FIRST, SECOND = 0x9E3779B1, 0x7FEB352D, 0x846CA68B
 
 def _source() -> str:
     """Return the C++ source, with the constants above in front."""
-    constants = {
-        "PEEKED": PEEKED,
-        "CELL": CELL,
-        "MOST_ARGUMENTS": MOST_ARGUMENTS,
-        "NO_PLACE": NO_PLACE,
-        "TOTAL": TOTAL,
-        "MEAN": MEAN,
-        **{name: f"{value}u" for name, value in (("PAIR", PAIR), ("FIRST", FIRST), ("SECOND", SECOND))},
-    }
-    defined = "".join(f"#define {name} {value}\n" for name, value in constants.items())
+    signed = "PEEKED", "CELL", "MOST_ARGUMENTS", "NO_PLACE", "TOTAL", "MEAN"
+    lines = [f"#define {name} {globals()[name]}\n" for name in signed]
+    lines += [f"#define {name} {globals()[name]}u\n" for name in ("PAIR", "FIRST", "SECOND")]
     files = (Path(__file__).with_name(name) for name in ("address_tables.cpp", "whole_values.cpp"))
-    return defined + "".join(file.read_text(encoding="utf-8") for file in files)
-
-
-class Library(NamedTuple):
-    """C++ functions, called with numbers; ``gather`` and ``peek`` hold the GIL."""
-
-    run: Callable[..., None]
-    gather: Callable[..., None]
-    fill: Callable[..., int]
-    classify: Callable[..., int]
-    peek: Callable[..., None]
-    hash_sum: Callable[..., int]
-    join_halves: Callable[..., None]
+    return "".join([*lines, *(file.read_text(encoding="utf-8") for file in files)])
 
 
 @functools.cache
-def load_library() -> Library:
-    """Compile the library, or take it from Inductor's cache."""
+def load_library() -> Any:
+    """Compile the library of C++ functions, or take it from Inductor's cache; return it as their namespace.
+
+    The functions are called with numbers; ``gather`` and ``peek`` hold the GIL.
+    """
     library = load_cpp_library(_source(), ["-ftree-loop-vectorize"])
     pointer, word = ctypes.c_void_p, ctypes.c_int64
     types: dict[str, Any] = {
@@ -77,7 +61,7 @@ def load_library() -> Library:
         "hash_sum": ctypes.CFUNCTYPE(word, pointer, pointer, word, word, word),
         "join_halves": ctypes.CFUNCTYPE(None, pointer, pointer, word, pointer, word, word),
     }
-    return Library(**{name: kind((name, library)) for name, kind in types.items()})
+    return SimpleNamespace(**{name: kind((name, library)) for name, kind in types.items()})
 
 
 def is_library_loaded() -> bool:
@@ -164,9 +148,8 @@ class Peek:
         """Return ``PEEKED`` elements of each tensor; None if they have other sizes or are not on the host."""
         addresses = self._gather(tensors)
         if addresses != self._known:
-            if not all(
-                each.is_cpu and each.numel() == n for each, n in zip(tensors, self.lengths, strict=True)
-            ):
+            lengths = [each.numel() if each.is_cpu else None for each in tensors]
+            if lengths != [*self.lengths]:
                 return None
             self._known = addresses
         found = array("h", bytes(2 * PEEKED * len(tensors)))

@@ -4,22 +4,17 @@ Note [Early and late]
 ---------------------
 The roundings of our operators ask whether a number is finite, which costs as much as the rounding. A kernel
 asks once for many elements: it computes what is to be rounded, the *early* values, and notes the largest
-magnitude. What follows from roundings is *late*. Where an early value is made of a rounded one, as in
-``native`` arithmetic, that rounding is computed as if its operand were finite; the operand's magnitude is
-noted, too, so that nothing is kept of it if that was wrong.
-
-:attr:`Elements.tested` are the values whose magnitude is noted. Of a value that is a rounding of another one,
-or the rest that a rounding leaves, the magnitude need not be known: it is the other one's, or less.
+magnitude (:attr:`Elements.tested`; that of a rounding, or of its rest, is its operand's or less). What
+follows from roundings is *late*. Where an early value is made of a rounded one, as in ``native`` arithmetic,
+that rounding is computed as if its operand, whose magnitude is noted, too, were finite.
 
 Note [Two early loops]
 ----------------------
-A processor works on as many instructions at once as it can hold, some hundreds. From a load to a rounded sum
-of Adam there are 150 cycles, a root and a quotient among them, in a hundred instructions: it waits for
-results. In two loops, up to the last quotient and from there, each is half as long, and there are twice as
-many elements under way. This saves a tenth of the time.
+From a load to a rounded sum of Adam there are 150 cycles, a root and a quotient among them, in a hundred
+instructions: a processor, which holds some hundreds, waits for results. In two loops, up to the last quotient
+and from there, twice as many elements are under way, which saves a tenth of the time.
 
-Values that are made of scales of blocks, and of which a rounding asks, have a loop of their own, when the
-scales are known: as an update that repays what the codes of a moment have lost.
+Values that are made of scales of blocks, and of which a rounding asks, have a loop of their own.
 """
 
 from __future__ import annotations

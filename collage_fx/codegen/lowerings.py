@@ -2,11 +2,9 @@
 
 Note [Integer operations are immune]
 ------------------------------------
-A lowering interprets a trace of the operator's eager function, element by element, in the kernel that reads
-it. Roundings are integer operations there, which no simplification of Inductor's, Triton's or a C++
-compiler's knows to be roundings: they are neither dropped nor merged. Kernels for a GPU are made of these. On
-a CPU such operations have no vectors in Inductor's C++: there parts are printed (``kernels.py``), and only a
-step that is compiled as one graph is made of these.
+A lowering interprets a trace of the operator's eager function, element by element. Roundings are integer
+operations there, which no simplification of a compiler knows to be roundings: they are neither dropped nor
+merged. They have no vectors in Inductor's C++: on a CPU only a step compiled as one graph is made of these.
 
 Inductor's cache of compiled graphs knows an operator by name only. :data:`REVISION` goes into the modules
 that are compiled, so that code from an older definition is never found again.

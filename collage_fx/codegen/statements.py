@@ -101,7 +101,7 @@ class Statements:
             self._names.functions[function.name] = function.definition
             name = f"{function.name}<{finite}>" if function.tests else function.name
             operands = ", ".join(bare(self.texts[arg]) for arg in node.args if isinstance(arg, Node))
-            is_cut = function.is_cut or {user.target for user in node.users} <= TAKE_ANY_BITS
+            is_cut = function.is_cut or all(user.target in TAKE_ANY_BITS for user in node.users)
             cut = "" if is_cut else CPP.types[dtype]
             return f"{cut}({name}({operands}))" if cut else f"{name}({operands})"
         if is_rounding(node):

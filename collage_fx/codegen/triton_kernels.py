@@ -2,28 +2,26 @@
 
 Note [A kernel over a table]
 ----------------------------
-A launch for each tensor of a model would need hundreds of launches, and a launch takes longer than the work
-for most tensors. So a kernel reads its arguments from a row of a table of 64-bit words: an address for each
-pointer, and the length. A program finds its row and its block in its own word, ``row << 32 | block``.
+A kernel is launched once for all tensors, and reads its arguments from a row of a table of 64-bit words: an
+address for each pointer, and the length. A program finds its row and its block in its own word,
+``row << 32 | block``.
 
 The body of a kernel is a function that is called for a full block at once, and for a tensor's last block in
 pieces of an element for each thread. The mask of a full block is all ones, which Triton omits: then the block
-loads and stores 16 bytes at a time, whatever the length of the tensor. With masks, eight elements of a thread
-would take half as many registers again as without, and a kernel has the registers of the larger body.
+loads and stores 16 bytes at a time. With masks, eight elements of a thread would take half as many registers
+again, and a kernel has the registers of the larger body.
 
-Fused multiply-adds are off, but where our functions write them: LLVM would choose separately for each copy of
-an expression (full block, last block, each element of a thread) which of two products to fuse, and bits would
-depend on the index.
+Fused multiply-adds are off, but where our functions write them: LLVM would choose for each copy of an
+expression (full block, last block) which of two products to fuse, and bits would depend on the index.
 
 Note [Sums of a launch]
 -----------------------
 A rule may compute totals: the sum, or the mean, of all elements of a tensor.
 
-* A program stores *partial sums* of the values over its own block, in float64. The partial sums of a tensor
-  are neighbours in memory, and an additional launch adds them. The order of additions is fixed, so the sum is
-  the same in each run.
-* Its block consists of *tiles*, which it takes one after the other. A thread adds up its own elements of all
-  tiles in registers; only then are the sums of threads added, once for each program.
+* A program stores *partial sums* of the values over its own block, in float64, which an additional launch
+  adds. The order of additions is fixed, so the sum is the same in each run.
+* Its block consists of *tiles*. A thread adds up its own elements of all tiles in registers; only then are
+  the sums of threads added, once for each program.
 """
 
 from __future__ import annotations

@@ -29,9 +29,8 @@ def hash_sum(tensors: Sequence[Tensor]) -> int:
     """
     addresses = (ctypes.c_void_p * len(tensors))(*(each.data_ptr() for each in tensors))
     sizes = (ctypes.c_int64 * len(tensors))(*(each.element_size() for each in tensors))
-    return load_library().hash_sum(
-        addresses, sizes, len(tensors), tensors[0].numel(), torch.get_num_threads()
-    )
+    threads = torch.get_num_threads()
+    return int(load_library().hash_sum(addresses, sizes, len(tensors), tensors[0].numel(), threads))
 
 
 def are_halves(hi: Tensor, rest: Tensor, values: Tensor) -> bool:
