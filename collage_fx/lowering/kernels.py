@@ -34,7 +34,7 @@ from collage_fx.lowering.products import called_products, has_products_alone
 from collage_fx.lowering.rule_graphs import graph_of
 from collage_fx.lowering.rules import LONGEST, Line, Rule
 from collage_fx.lowering.stacks import stacked_graph
-from collage_fx.runtime import HOST, Column, Kernel, Stackable, Summed
+from collage_fx.runtime import HOST, Column, Kernel, Stackable
 from collage_fx.torch_compat import (
     CFunction,
     InductorFault,
@@ -123,8 +123,8 @@ def _launched(rule: Rule, graph: Graph, inputs: Sequence[Any]) -> Kernel:
     function = table_kernel(graph, rule.width if rule.flat else 0, rule.device)
     function.begin()
     note_generated_code([function.source[True]])
-    columns = _columns(rule, inputs, function.arguments)
-    return Kernel(None, function, columns, device=rule.device, width=rule.width, sums=_sums(rule))
+    columns, sums = _columns(rule, inputs, function.arguments), tuple(rule.totals.items())
+    return Kernel(None, function, columns, device=rule.device, width=rule.width, sums=sums)
 
 
 def _loaded(rule: Rule, source: str, inputs: Sequence[Any]) -> Kernel | Reason:
@@ -164,30 +164,22 @@ def fault_of_library() -> InductorFault | None:
 
 def _columns(rule: Rule, inputs: Sequence[Any], arguments: Sequence[int]) -> tuple[Column, ...]:
     """Return the columns of a function's arguments, of which ``inputs`` has the values in a trace."""
-    # The length, the place of the first element, and the number of a matrix's columns.
-    before = rule.flat + rule.is_placed + (rule.columns > 0)
-    lines = [i for i, line in enumerate(rule.lines) if line.target is None]
-    kinds = {before + len(lines) + i: kind for i, kind in rule.totals.items()}
+    kinds = rule.totals
     if rule.flat:
         kinds[0] = LENGTH
     if rule.is_placed:
         kinds[1] = FIRST_OF_PIECE
+    layouts = (line.args for line in rule.lines if line.target is None)
+    devices = {argument: layout[1] for argument, layout in enumerate(layouts, rule.first_operand)}
 
     def column(argument: int) -> Column:
         if argument in kinds:
             return Column(kinds[argument])
-        is_given = before <= argument < before + len(lines)
-        is_of_host = is_given and rule.lines[lines[argument - before]].args[1] == HOST != rule.device
+        is_of_host = devices.get(argument) == HOST != rule.device
         itemsize = inputs[argument].dtype.itemsize
         return Column(bytes_of_a_unit(rule, inputs[argument]), itemsize if is_of_host else 0)
 
     return tuple(map(column, arguments))
-
-
-def _sums(rule: Rule) -> tuple[Summed, ...]:
-    """Return the totals of which each program of a kernel over a table leaves a part."""
-    first = rule.flat + rule.is_placed + sum(line.target is None for line in rule.lines)
-    return tuple(Summed(first + i, part, kind) for part, (i, kind) in enumerate(rule.totals.items()))
 
 
 def _compiled(rule: Rule, no_table: Reason) -> Kernel | Reason:

@@ -3,29 +3,21 @@
 Note [One kernel for equal parts]
 ---------------------------------
 A part is written down as a :class:`Rule`: its operations in the order of a walk from its stores, operands as
-numbers, constants literally. Two parts with one rule are the same function of different tensors, and one
-compiled kernel serves both.
+numbers, constants literally. One kernel serves all parts of a rule, the same function of different tensors.
 
 Where every operation is elementwise and every tensor has one shape and one dense layout, element *i* in
-memory of each result depends on element *i* in memory of each operand, whatever the shape. Such a *flat*
-rule leaves the shape out: it is compiled for vectors of a symbolic length *n* (2 at least), and its kernel is
-called with the tensors as they are. A printed kernel (``codegen``) takes addresses and *n*, so that no flat
-view has to be made, and is not called from Python (Note [One call for all tensors]). In code that Inductor
-writes for a flat rule its own checks of sizes and strides are switched off: :mod:`collage_fx.runtime.layouts`
-checks the arguments of a step against the layouts it was compiled for. On a GPU the kernel of a flat rule, or
-of numbers, is launched once for all its tensors, which it finds in a table (Note [A kernel over a table],
-Note [One launch for all tensors]).
+memory of each result depends on element *i* in memory of each operand, whatever the shape. Such a *flat* rule
+leaves the shape out: it is compiled for vectors of a symbolic length *n* (2 at least). A printed kernel
+(``codegen``) takes addresses and *n*, and is not called from Python (Note [One call for all tensors]).
+Inductor's own checks of sizes and strides are off: :mod:`collage_fx.runtime.layouts` checks the arguments of
+a step. On a GPU the kernel of a flat rule, or of numbers, is launched once for all its tensors, which it
+finds in a table (Note [A kernel over a table], Note [One launch for all tensors]). A flat rule may also have:
 
-Dither goes by the places of elements in memory: its kernels are given that of the first of their piece.
-
-So do blocks of elements that have a scale in common (Note [Blocks]): a flat rule with blocks is compiled for
-tensors ``[n, 32]`` and scales ``[n, 1]``, with n the number of blocks, where others have elements.
-
-Totals, the sum or the mean of all elements, leave a rule flat: the order in which they are added is of no
-account. A kernel over a table adds block by block (Note [Sums of a launch]).
-
-Beside its elements a flat rule on the host may read numbers of rows or columns: Note [Rows and columns] in
-``broadcasts.py``.
+* phases, which go by the places of elements in memory: its kernel is given that of the first of its piece;
+* blocks of elements with a scale in common (Note [Blocks]): it is compiled for tensors ``[n, 32]`` and scales
+  ``[n, 1]``, with n the number of blocks;
+* totals, the sum or the mean of all elements, in any order of addition (Note [Sums of a launch]);
+* on the host, numbers of rows or columns: Note [Rows and columns] in ``broadcasts.py``.
 
 Other rules (reductions, matrix products, views) name sizes and strides, and serve the tensors that agree in
 them. On a GPU they are called for all these tensors at once: Note [Stacks of tensors] in ``stacks.py``.
@@ -149,10 +141,16 @@ class Rule:
         return ", ".join(sorted({str(line.target) for line in self.lines if line.target is not None}))
 
     @property
+    def first_operand(self) -> int:
+        """Kernel's argument behind the length, the index of the first element, and the number of columns."""
+        return self.flat + self.is_placed + (self.columns > 0)
+
+    @property
     def totals(self) -> dict[int, int]:
-        """Kinds of the totals that a flat rule computes, by the index of the result."""
+        """Kinds of the totals that a flat rule computes, by the kernel's argument that is the destination."""
         results = [self.lines[value].target for into, value in self.stores if into is None]
-        return {i: TOTALS[each] for i, each in enumerate(results) if self.flat and each in TOTALS}
+        arguments = enumerate(results, self.first_operand + len(self.operands))
+        return {i: TOTALS[each] for i, each in arguments if self.flat and each in TOTALS}
 
 
 def rule_of(part: Part) -> Rule:

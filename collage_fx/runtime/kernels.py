@@ -14,7 +14,6 @@ from collage_fx.torch_compat import CFunction, TableKernel
 #: Member of a call that belongs to no single member: it is made in every step.
 NO_MEMBER = -1
 
-
 HOST = torch.device("cpu")
 
 
@@ -29,20 +28,6 @@ class Column(NamedTuple):
 
     kind: int
     of_host: int = 0
-
-
-class Summed(NamedTuple):
-    """Total of which each program of a launch leaves a part: Note [Sums of a launch].
-
-    Attributes:
-        argument: the kernel's argument that is the destination, a float32 number.
-        part: index among the partial sums of a program.
-        kind: ``TOTAL`` or ``MEAN``.
-    """
-
-    argument: int
-    part: int
-    kind: int
 
 
 class Stackable(NamedTuple):
@@ -66,7 +51,8 @@ class Kernel:
         call: function of a single list: the length if the rule is flat, the inputs, and memory for the
             results. None if only ``function`` is called.
         function: the C++ function, or the GPU kernel over a table, if the rule is independent and has one.
-        sums: sums of which a kernel over a table leaves parts.
+        sums: argument of the destination, a float32 number, and kind, ``TOTAL`` or ``MEAN``, of each total of
+            which a launch leaves partial sums: Note [Sums of a launch].
         divisible: whether the function may be called for a piece of the tensors.
         width: elements per unit of length of its tensors.
         stackable: how calls are made for stacks of tensors; None if each tensor has a call of its own.
@@ -79,7 +65,7 @@ class Kernel:
     function: CFunction | TableKernel | None = None
     columns: tuple[Column, ...] = ()
     device: torch.device = HOST
-    sums: tuple[Summed, ...] = ()
+    sums: tuple[tuple[int, int], ...] = ()
     divisible: bool = False
     width: int = 1
     stackable: Stackable | None = None

@@ -2,24 +2,21 @@
 
 Note [One launch for all tensors]
 ---------------------------------
-A launch takes some microseconds of the host and of the device, whatever it computes; a model has a hundred
-small tensors, each of which needs less time than this. So a kernel finds its tensors in an address table in
-the device's memory, like the C++ functions of ``batches.py`` in the host's memory. The table is a vector of
-64-bit words for all launches of a step:
+A launch takes some microseconds, more than most tensors of a model need. So a kernel finds its tensors in an
+address table in the device's memory, a vector of 64-bit words for all launches of a step:
 
 * the rows of each launch: a row for each of its tensors, with addresses and the length;
 * *numbers* of the host that kernels read, such as a learning rate: replayed launches read the current values,
   and no kernel is compiled again for another value;
 * after the uploaded words, *cells* for numbers that a launch computes and another launch reads.
 
-Partial sums over all elements, and counters, are in separate memory, at the same addresses in all steps. The
-last launch of a step adds them.
+Partial sums over all elements are in separate memory, at the same addresses in all steps. A launch adds them.
 
-Most words are the same at every step; if any change, they are addresses of gradients. So a C++ function
-computes all words on the host, and they are uploaded from pinned memory, asynchronously, if any has changed.
+Most words are the same at every step, but for addresses of gradients. So a C++ function computes all words on
+the host, and they are uploaded from pinned memory, asynchronously, if any has changed.
 
 A program may capture a step into a CUDA graph of its own. Only the launches are recorded: when replayed, they
-read the current table, which the last step outside the graph has uploaded.
+read the table that the last step outside the graph has uploaded.
 
 A tensor with more elements than 32-bit indices reach has several rows, with a piece in each.
 """
@@ -50,30 +47,24 @@ UPLOADS = 4
 class Launch:
     """Launch of one kernel for all its tensors, whose rows are added to the table of ``launches``.
 
-    ``lengths`` and ``members`` are those of each row; rows of a negative member are launched in every step.
+    ``rows`` has length and member of each row; rows of a negative member are launched in every step.
     """
 
     def __init__(
-        self,
-        launches: Launches,
-        kernel: Kernel,
-        rows: Sequence[Word],
-        lengths: Sequence[int],
-        members: Sequence[int],
+        self, launches: Launches, kernel: Kernel, words: Sequence[Word], rows: Sequence[tuple[int, int]]
     ) -> None:
         assert isinstance(kernel.function, TableKernel)
         self._launches = launches
-        self.kernel = kernel
-        self.function = kernel.function
+        self.kernel, self.function = kernel, kernel.function
         # Rows start at a multiple of 16 bytes, which kernels rely on.
         launches.words += [Word()] * (len(launches.words) % 2)
-        self._rows = slice(len(launches.words), len(launches.words) + len(rows))
-        launches.words += rows
-        self.lengths = lengths
+        self._rows = slice(len(launches.words), len(launches.words) + len(words))
+        launches.words += words
+        self.lengths = [length for length, _ in rows]
         columns = [i for i, column in enumerate(kernel.columns) if column.kind > 0]
-        self._members, self._of_elements = array("q", members), array("q", columns)
+        self._members, self._of_elements = array("q", [member for _, member in rows]), array("q", columns)
         #: Byte of each row: 0 = not launched, 1 = aligned, 2 = not aligned, -1 = not known yet.
-        self._kinds = array("b", [-1] * len(lengths))
+        self._kinds = array("b", [-1] * len(rows))
         self._classify: Classify | None = None
         #: Words of the programs, by whether the addresses of elements are aligned.
         self.programs: dict[bool, Tensor] = {}
@@ -154,10 +145,9 @@ class Launches(Table):
         assert isinstance(kernel.function, TableKernel)
         self._adding = self._adding or kernel.function.adding
         pieces = pieces_of(calls, LONGEST_PIECE // kernel.width)
-        rows = [word for piece in pieces for word in (*self.row(piece), *self._sums_of(piece))]
-        lengths = [piece.length for piece in pieces]
-        members = [piece.call.member for piece in pieces]
-        self.launches.append(Launch(self, kernel, rows, lengths, members))
+        words = [word for piece in pieces for word in (*self.row(piece), *self._sums_of(piece))]
+        rows = [(piece.length, piece.call.member) for piece in pieces]
+        self.launches.append(Launch(self, kernel, words, rows))
         return self.launches[-1]
 
     def add_numbers(self, values: Sequence[int], dtype: torch.dtype) -> Callable[[], Tensor]:
@@ -178,9 +168,8 @@ class Launches(Table):
         if not words:
             return []
         assert self._adding is not None
-        rows = len(words) // 4
-        adding = Kernel(None, self._adding)
-        self.launches.append(Launch(self, adding, words, [1] * rows, [NO_MEMBER] * rows))
+        rows = [(1, NO_MEMBER)] * (len(words) // 4)
+        self.launches.append(Launch(self, Kernel(None, self._adding), words, rows))
         return self.launches[-1:]
 
     def _sums_of(self, piece: Piece) -> list[Word]:
@@ -192,14 +181,14 @@ class Launches(Table):
         blocks = -(-piece.length // kernel.function.size)
         first = self._words_of_sums
         self._words_of_sums += blocks * len(kernel.sums)
-        for each in kernel.sums:
-            value = piece.call.values[each.argument]
+        for part, (argument, kind) in enumerate(kernel.sums):
+            value = piece.call.values[argument]
             is_cell = value in self.cells
             self._totals += [
                 Word(offset=WORD * self.cells[value], base=CELLS) if is_cell else Word(self.place_of(value)),
-                Word(offset=WORD * (first + each.part * blocks), base=SUMS),
+                Word(offset=WORD * (first + part * blocks), base=SUMS),
                 Word(offset=blocks),
-                Word(offset=piece.call.length * kernel.width if each.kind == MEAN else 1),
+                Word(offset=piece.call.length * kernel.width if kind == MEAN else 1),
             ]
         return [Word(offset=WORD * first, base=SUMS)]
 
