@@ -2,12 +2,10 @@
 
 Note [There is always a way]
 ----------------------------
-Inductor fails now and then, at plain steps as at rewritten ones, and a machine may have no C++ compiler. That
-is no reason for a step that can be compensated to end in somebody else's traceback: what failed is tried
-again in ways that leave more and more of Inductor out. If all fail, the rewritten graph itself is run,
-operation by operation. Its roundings are operators, so the bits are right in each of these ways; they differ
-in time. The user gets one warning that names the fault and the price. A fault that began in code of this
-package, a lowering or a writer of C++ that Inductor calls, is not made good but raised: it is a bug.
+Inductor fails now and then, and a machine may have no C++ compiler. What failed is tried again with less of
+Inductor; if all fails, the rewritten graph is run operation by operation. Its roundings are operators, so the
+bits are right in each way, which differ in time. The user gets one warning that names the fault and the
+price. A fault that began in code of this package, which Inductor calls, is a bug, and raised.
 """
 
 from __future__ import annotations

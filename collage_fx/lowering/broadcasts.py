@@ -3,12 +3,11 @@
 Note [Rows and columns]
 -----------------------
 Adafactor keeps a mean for each row and each column of a matrix, and Ranger subtracts the mean of each row. A
-flat rule on the host may read such values. Then the kernel takes its elements as a matrix: the leading
-dimensions are the rows, the trailing ones the columns. A tensor of the shape ``[rows, 1]`` has a number for
-each row, and one of the shape ``[1, columns]`` a number for each column. There may be more dimensions:
-``[64, 32, 3, 3]`` and ``[64, 1, 1, 1]`` are 64 rows of 288 columns. All smaller tensors of a rule must agree
-on the number of columns, which the kernel is given, and all tensors must be contiguous. A tensor of a single
-element, ``[1, 1]``, goes with any number of columns.
+flat rule on the host that reads such values takes its elements as a matrix: the leading dimensions are the
+rows, the trailing ones the columns. A tensor ``[rows, 1]`` has a number for each row, ``[1, columns]`` for
+each column; ``[64, 32, 3, 3]`` and ``[64, 1, 1, 1]`` are 64 rows of 288 columns. All smaller tensors of a
+rule must agree on the number of columns, which the kernel is given; ``[1, 1]`` goes with any. All must be
+contiguous.
 """
 
 from __future__ import annotations

@@ -2,37 +2,31 @@
 
 Note [Islands]
 --------------
-Inductor's C++ has no vector form of looking at the bits of a float, as our operators do, and drops roundings.
-So a part that has a reduction, a product of matrices or a function without a spelling is not given to it as a
-whole. It is cut where our operators begin and end:
+Inductor's C++ has no vectors for the bits of a float, and drops roundings. So a part that has a reduction, a
+product of matrices or a function without a spelling is cut where our operators begin and end:
 
 * A value is *printable* if printed C++ computes it for each element: an elementwise operation that has a
   spelling, of tensors of one shape and one dense layout (its *space*), or of numbers. In a contiguous space
   it may read values of rows or columns, which are of another space (Note [Rows and columns]).
 * All else are *islands*. Inductor compiles them, of plain arithmetic alone.
 
-Values have *levels*: even those of printable values, odd those of islands. A value is on the lowest level
-that is not below those of its operands. Values of one level and space are a part, which reads results of the
-parts of lower levels. What crosses over gets memory of its own:
+Values have *levels*: even those of printable values, odd those of islands, not below those of their operands.
+Values of one level and space are a part, which reads results of lower levels. What crosses over gets memory:
 
 * each value of an island that a printed part reads, or an island of a higher level;
 * each printable value that is one of rows or columns to a printed part;
-* each printable value that an island reads, if our operators are behind it. Others are plain arithmetic on
-  the inputs and on other islands, and are computed in the island once more.
+* each printable value that an island reads, if our operators are behind it. Others are computed in the island
+  once more, and by printed parts all printable values: that costs no memory, and the bits are the same.
 
-Printed parts compute printable values anew, from the inputs: that costs no memory, and the bits are the same.
+On a GPU a part is cut so that its elementwise work is launched once for all tensors (Note [One launch for all
+tensors]), and islands are called for stacks of tensors (Note [Stacks of tensors]). Our operators may be in
+islands there, and a value is printable if it is elementwise, of one layout, and not between two islands:
+Newton-Schulz iterations are one island. No value is computed twice but numbers. A number that is made of an
+island's is a part of its own.
 
-On a GPU, too, a part is cut, so that all its elementwise work is launched once for all tensors (Note [One
-launch for all tensors]), and islands can be called for stacks of tensors (Note [Stacks of tensors]). Inductor
-writes all the code there, so our operators may be in islands, and a value is printable if it is elementwise,
-of one layout, and not between two islands: Newton-Schulz iterations are one island. No value is computed
-twice but numbers. A number that is made of an island's is a part of its own.
-
-Soundness. Inputs are stored by the parts of the last level alone: on lower levels they have their old values.
-On the last level a part reads inputs of its own space, inputs that are not stored, numbers, and results; an
-input that two parts of the last level read and one of them stores would be a number, and the numbers are
-stored after all else. What is stored in no dense layout, or another than its own, is computed before, and
-then copied by Inductor.
+Soundness. Inputs are stored by parts of the last level alone, each of which reads inputs of its own space,
+inputs that are not stored, numbers, and results; numbers are stored after all else. What is stored in no
+dense layout, or another than its own, is computed before, and then copied by Inductor.
 """
 
 from __future__ import annotations
@@ -84,8 +78,7 @@ class _Cut:
     """Spaces and levels of a part's values, and the values that cross from level to level."""
 
     def __init__(self, part: Part, *, on_device: bool) -> None:
-        self._part = part
-        self._on_device = on_device
+        self._part, self._on_device = part, on_device
         self._nodes = nodes_of(part)
         self._order = {node: i for i, node in enumerate(self._nodes)}
         self._written = {store.all_input_nodes[0] for store in part.stores}
@@ -122,9 +115,8 @@ class _Cut:
             else:
                 results[last, self._space[value]].append(value)
                 self._keep_behind(value)
-        for each in stores.values():
-            for store in each:
-                self._keep_behind(stored(store))
+        for store in self._part.stores:
+            self._keep_behind(stored(store))
         for value in sorted(self._kept, key=self._order.__getitem__):
             level = self._level[value]
             if self._is_summed(value):

@@ -45,16 +45,15 @@ MOST_NODES = 1024
 MOST_MATRIX_PRODUCTS = 16
 
 #: Note [Double-word graphs reuse every value]
-#: Inductor inlines a value into each of its readers until it holds 30 operations. In a TwoSum every value has
-#: two or three readers, so that a chain of them is traced exponentially often (minutes for one tensor). With
-#: values kept as nodes of their own from the eighth operation on, and kernels allowed to fuse that many
-#: nodes, the code is one kernel again.
+#: Inductor inlines a value of less than 30 operations into each of its readers. In a TwoSum every value has
+#: two or three, so that a chain of them is traced exponentially often (minutes for one tensor). So values are
+#: nodes from the eighth operation on, and kernels may fuse that many nodes.
 DENSE_REUSE = {"realize_opcount_threshold": 8, "max_fusion_size": MOST_NODES}
 
-#: Settings for error-free transformations, which compute ``(a + b) - a``: with unsafe optimizations a
-#: compiler simplifies this to ``b``. Our operators compute with integers modulo 2**32. In C++ an int that
-#: overflows is undefined without ``-fwrapv``: GCC takes away the end of a loop in which it always happens.
-#: Inductor has no setting for options of the compiler, and puts the flag's text into its command as it is.
+#: Settings for error-free transformations, whose ``(a + b) - a`` unsafe optimizations make ``b``, and for
+#: integers modulo 2**32: without ``-fwrapv`` GCC takes away the end of a loop in which an int always
+#: overflows. Inductor has no setting for options of the compiler, and puts the flag's text into its command
+#: as it is.
 IEEE_SETTINGS: dict[str, Any] = {
     "cpp.enable_unsafe_math_opt_flag": False,
     "cpp.enable_floating_point_contract_flag": "off -fwrapv",
@@ -111,8 +110,15 @@ def lower(
         made = Attempt(interpreted(copy_of(program.gm)), is_compiled=False)
     why = [*not_taken(("in parts", not_in_parts)), *made.reasons]
     why.sort(key=lambda reason: WAYS.index(reason[0]))
-    if (first := next((fault for way, fault in why if way == "by the usual code"), None)) is not None:
-        warn(_failed(first, program.infos, is_compiled=made.is_compiled))
+    if (fault := dict(reversed(why)).get("by the usual code")) is not None:
+        slower = "slower" if made.is_compiled else "10 to 50 times slower"
+        failed = FailedLoweringError(
+            f"{fault.what}. Results are the same; each step is {slower}",
+            where=next((info.name for info in program.infos if info.role is Role.PARAMETER), "step"),
+            remedy="if collage-fx doctor finds no C++ compiler that works, install g++ or set CXX to one; "
+            "otherwise please report this message",
+        )
+        warn(failed)
     bindings = [
         bind(index, program.infos[index], state.error_format, reads=not isinstance(state, StateTensor))
         for state in program.expansions
@@ -156,7 +162,7 @@ def why_not_compiled(graph: Graph, *, is_recorded: bool, is_compiled: bool = Tru
 
     An iteration that a recorded step writes out (roots of matrices, orthogonalizations) is hundreds of
     operations. Inductor calls the same products of matrices as torch does, and takes half a minute to write
-    loops for what stands between them, which costs little beside them; and again for numbers that change.
+    loops for what stands between them.
     """
     if not is_compiled:
         return Reason("torch has been told not to compile, by its stance or by TORCH_COMPILE_DISABLE")
@@ -165,16 +171,6 @@ def why_not_compiled(graph: Graph, *, is_recorded: bool, is_compiled: bool = Tru
         return None
     what = f"torch runs what has more than {MOST_MATRIX_PRODUCTS} products of matrices"
     return Reason.at(products[MOST_MATRIX_PRODUCTS], what)
-
-
-def _failed(fault: Reason, infos: Sequence[InputInfo], *, is_compiled: bool) -> FailedLoweringError:
-    slower = "slower" if is_compiled else "10 to 50 times slower"
-    return FailedLoweringError(
-        f"{fault.what}. Results are the same; each step is {slower}",
-        where=next((info.name for info in infos if info.role is Role.PARAMETER), "step"),
-        remedy="if collage-fx doctor finds no C++ compiler that works, install g++ or set CXX to one; "
-        "otherwise please report this message",
-    )
 
 
 def _expected(program: StepProgram, *, all_layouts: bool) -> tuple[list[Expected], list[Expected]]:
@@ -221,13 +217,9 @@ def _whole(program: StepProgram, example_inputs: Sequence[Any], inductor_options
     if inductor_options.get("cudagraphs"):
         _refuse_frozen_numbers(program)
     static = list(inductor_options.get("static_input_idxs", ()))
-    owners = [state for state in program.expansions for _ in state.added_inputs]
     # An auxiliary is as static as the tensor it corrects: CUDA graphs need not copy it.
-    static += [
-        i
-        for i, state in enumerate(owners, len(example_inputs))
-        if state.info.bound and state.position in static
-    ]
+    are_static = [s.info.bound and s.position in static for s in program.expansions for _ in s.added_inputs]
+    static += [i for i, is_static in enumerate(are_static, len(example_inputs)) if is_static]
     added = placeholders(program.gm.graph)[len(example_inputs) :]
     add_to_cache_key(program.gm, revision=REVISION)
     inputs = [*example_inputs, *(node.meta["val"] for node in added)]

@@ -7,12 +7,10 @@ pieces as there are parameters, and most of them are the same piece over other t
 stores and results together with everything they are computed from:
 
 * Two values belong to one part if one is computed from the other.
-* So do all stores into a tensor and all reads of a tensor that is stored into: whether a read sees the old
-  value is then a question within one functional graph, where it has an answer, never one of the order in
-  which parts run. Tensors that are only read (gradients) join nothing.
-* *Free* values are copied into each part that reads them instead of joining those that do: numbers computed
-  from numbers that the step does not change (a scheduled ``lr`` and what follows from it), and tensors made
-  of constants.
+* So do all stores into a tensor and all reads of it: whether a read sees the old value does not depend on the
+  order in which parts run. Tensors that are only read (gradients) join nothing.
+* *Free* values are copied into each part that reads them: numbers computed from numbers that the step does
+  not change (a scheduled ``lr`` and what follows from it), and tensors made of constants.
 * Numbers computed from numbers that the step changes (a step counter's bias correction) are a part of their
   own, whose results are given to what reads them. So are numbers that are to be computed once
   (``hoist-scalars``) from numbers that the step does not change, those of one input together: sixty groups
@@ -20,12 +18,10 @@ stores and results together with everything they are computed from:
   piece of the tensors at a time (Note [One call for all tensors]).
 
 Soundness. Parts read only inputs that no other part stores, values that they compute themselves, and results
-of parts that have run before; no other tensor is written but the parts' own stores. So any topological order
-of the parts computes what the graph does. (Inputs that share memory, one of them stored, do not occur:
-AOTAutograd makes one input of them.) Results get memory of their own. :func:`parts_of` returns None where a
-result is to share that of an input or another result, where there is no such order, and where something in
-the graph is not a function of its operands (random numbers, asserts, higher-order operators): the graph is
-then lowered whole.
+of parts that have run before. So any topological order of the parts computes what the graph does. (Inputs
+that share memory, one of them stored, are one input by AOTAutograd.) Results get memory of their own.
+:func:`parts_of` returns a reason to lower the graph whole where a result is to share memory, where there is
+no such order, and where something is not a function of its operands (random numbers, asserts).
 """
 
 from __future__ import annotations

@@ -1,9 +1,7 @@
 """The lowering of a step part by part, with one kernel for equal parts.
 
-The phase between the passes and Inductor. What a part is, and why parts may run one after another, is in
-Note [Parts of a step] (``parts.py``); when two of them are one kernel in Note [One kernel for equal
-parts] (``rules.py``). Reports show the whole graph. It is no pass: its result is no graph but a plan of
-calls (``runtime/calls.py``).
+It is no pass: its result is a plan of calls (``runtime/calls.py``). Note [Parts of a step] (``parts.py``) and
+Note [One kernel for equal parts] (``rules.py``) say what parts and equal parts are.
 """
 
 from __future__ import annotations
@@ -183,17 +181,12 @@ def repeated(plan: Plan, repetition: Repetition) -> Plan | Reason:
         key = (index, 0 if owners[index] is None else member)
         return results.setdefault(key, repetition.inputs + len(plan.constants) + len(results))
 
-    def call_of(call: Call, i: int, member: int) -> Call:
-        values, writes = (
-            tuple(index_of(index, member) for index in indices) for indices in (call.values, call.writes)
-        )
-        return replace(call, values=values, writes=writes, member=i)
-
-    planned = [
-        call_of(call, i, member)
-        for i, (family, member) in enumerate((ONCE, *repetition.members), NO_MEMBER)
-        for call in families[family]
-    ]
+    planned: list[Call] = []
+    for i, (family, member) in enumerate((ONCE, *repetition.members), NO_MEMBER):
+        for call in families[family]:
+            values = tuple(index_of(index, member) for index in call.values)
+            writes = tuple(index_of(index, member) for index in call.writes)
+            planned.append(replace(call, values=values, writes=writes, member=i))
     memory = [plan.results[index - first_result] for index, _ in results]
     returned = [
         None if (index := plan.outputs[k]) is None else index_of(index, member)

@@ -3,10 +3,9 @@
 Note [Stacks of tensors]
 ------------------------
 On a GPU a rule that is not flat (products of matrices, reductions) is called for each tensor: Muon needs 26
-launches for each matrix, and a product of two small matrices leaves most of the device idle. So calls of one
-wave that have one rule, and so one shape, are made as one call for *stacks*: tensors with a first dimension
-more. The rule is traced once more with functorch's ``vmap``, which makes batched products of products, with a
-symbolic number of members. Elementwise operations, ours among them, are kept.
+launches for each matrix, most of them too small for the device. So calls of one wave and one rule are made as
+one call for *stacks*, tensors with a first dimension more. The rule is traced once more with functorch's
+``vmap``, with a symbolic number of members. Elementwise operations, ours among them, are kept.
 
 * A value that such a call writes has its memory in a stack, and so has a value of the step that only such
   calls read: the flat kernels before and after write and read the members where they are. Nothing is copied.

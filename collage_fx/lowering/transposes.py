@@ -3,13 +3,12 @@
 Muon transposes matrices with more rows than columns, orthogonalizes them, and transposes the result back: a
 view, with its elements in another order in memory than the parameter's.
 
-* What is computed of the elements of views is computed of the tensors, and the result is viewed. So a product
-  of a matrix and its transpose reads one tensor, and what rounds its elements works in their order in memory.
-  Sums of all elements of a view are sums of the tensor.
-* An elementwise operation of a view and of tensors in the usual order would not be flat (Note [One kernel for
-  equal parts] in ``rules.py``). There the view is copied, once.
-* A result of the graph keeps its order, which its reader was promised. A value that is not in the usual order
-  is copied before it is viewed in another shape.
+* What is computed of the elements of views is computed of the tensors, and the result is viewed; sums of all
+  elements of a view are sums of the tensor.
+* The view that an elementwise operation reads beside tensors in the usual order is copied, once: the
+  operation would not be flat (Note [One kernel for equal parts] in ``rules.py``).
+* A result of the graph keeps its order in memory. A value in another order than the usual one is copied
+  before it is viewed in another shape.
 """
 
 from __future__ import annotations
