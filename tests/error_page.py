@@ -345,7 +345,8 @@ EXAMPLES: dict[type[errors.CollageError], tuple[Example, ...]] = {
             from collage_fx.runtime.step import CompensatedStep, bind
 
             p = torch.ones(8, dtype=torch.bfloat16)
-            binding = bind(0, InputInfo("weight", "p", Role.PARAMETER, p, bound=True), ERROR_FORMATS["exact"])
+            info = InputInfo("weight", "p", Role.PARAMETER, p, bound=True)
+            binding = bind(0, info, ERROR_FORMATS["exact"], reads=False)
             step = CompensatedStep(print, [binding])
             del p
             step([])

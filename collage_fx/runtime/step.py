@@ -39,10 +39,10 @@ Picking = Callable[[Sequence[Any]], tuple[Any, ...]]
 class CompensatedStep:
     """Compiled graph that is called with error terms after its arguments.
 
-    Note [Error terms of the last call]: looking up the record of each tensor takes a microsecond where its
-    objects have been evicted from the processor's caches. So the buffers are remembered as long as no record
-    has changed, for each set of arguments, by weak references, because the tensor owns them. A tensor that
-    dies takes its record with it, which is such a change, unless a step has made it for itself.
+    Note [Error terms of the last call]: looking up the record of each tensor takes a microsecond. So the
+    buffers are remembered as long as no record has changed, for each set of arguments, by weak references,
+    because the tensor owns them. A tensor that dies takes its record with it, which is such a change, unless
+    a step has made it for itself.
 
     The graph is called in AOTAutograd's convention. ``expected`` are the layouts of the arguments, and of the
     error terms.
@@ -160,7 +160,6 @@ class WholeStep:
             return self.step(values) if present is None else self.step(values, present)
 
     def _without(self, absent: tuple[int, ...]) -> tuple[Present | None, Picking]:
-        """Return the members that have gradients, and the inputs that are updated."""
         if len(self._known) > MOST_PATTERNS:
             self._known = {(): self._known[()]}
         present = array("b", [each.gradient not in absent for each in self.members])
@@ -196,12 +195,12 @@ class MakingStep:
         return tuple(results)
 
 
-def bind(index: int, info: InputInfo, error_format: ErrorFormat, *, reads: bool = False) -> Binding:
+def bind(index: int, info: InputInfo, error_format: ErrorFormat, *, reads: bool) -> Binding:
     """Return a binding that finds the error terms of an input; create them now if the input is bound.
 
     If the step only reads them, none are created.
     """
-    binding = Binding(index, error_format, info.name, reads=reads, is_made=info.is_made and not info.bound)
+    binding = Binding(index, error_format, info.name, reads, is_made=info.is_made and not info.bound)
     if info.bound and info.tensor is not None:
         binding.bound = TensorWeakRef(info.tensor)
         if not reads or has_error_terms(info.tensor):
@@ -214,25 +213,24 @@ class Binding:
     """Lookup of the error terms of an input of a step.
 
     The record of an argument is looked up in each call by the tensor's identity, and created at its first
-    step. An attribute of the captured module is the same tensor in every call: its record is remembered, so
-    that a step needs no lookup. If the record has been dropped (``reset_error_terms``) while the tensor
-    lives, a new record is created. Neither the tensor nor its error terms are kept alive.
+    step. That of an attribute of the captured module, the same tensor in every call, is remembered, and
+    created anew if it has been dropped (``reset_error_terms``). Neither tensor nor record is kept alive.
 
     Attributes:
-        bound: the tensor, if it is an attribute of the module.
-        record: the remembered record of a bound tensor.
         reads: whether the step only reads the error terms. A tensor without error terms is read with zeros.
         is_made: whether the step makes the tensor in each call.
+        bound: the tensor, if it is an attribute of the module.
+        record: the remembered record of a bound tensor.
         is_owner: whether the last argument was the object that its record belongs to, for longer than a step.
     """
 
     index: int
     error_format: ErrorFormat
     name: str
+    reads: bool
+    is_made: bool
     bound: TensorWeakRef | None = None
     record: Callable[[], ErrorTermRecord | None] = lambda: None
-    reads: bool = False
-    is_made: bool = False
     is_owner: bool = False
 
     @property
@@ -242,30 +240,21 @@ class Binding:
 
     def added_to(self, arguments: Sequence[Any]) -> Sequence[Tensor]:
         """Return the tensors that a step takes beside the input in a call."""
-        if self.reads and self.record() is None:
+        if (record := self.record()) is None:
             tensor = self._tensor_in(arguments)
-            if not has_error_terms(tensor):
+            if self.reads and not has_error_terms(tensor):
                 self.is_owner = False
                 return self.error_format.zeros(local_tensor(tensor))
-        record = self.record_in(arguments)
+            refuse_layout(tensor, self.name)
+            record = ensure_record(tensor, self.error_format, name=self.name, is_passing=self.is_made)
+            if self.bound is not None:
+                self.record = weakref.ref(record)
+            self.is_owner = type(tensor) in _PLAIN and record.owner() is tensor and not record.is_passing
         added = record.use(self.name)
         record.is_new &= self.reads  # the step that updates it keeps them
         return added
 
-    def record_in(self, arguments: Sequence[Any]) -> ErrorTermRecord:
-        """Return the record of the input in a call."""
-        if (known := self.record()) is not None:
-            return known
-        tensor = self._tensor_in(arguments)
-        refuse_layout(tensor, self.name)
-        record = ensure_record(tensor, self.error_format, name=self.name, is_passing=self.is_made)
-        if self.bound is not None:
-            self.record = weakref.ref(record)
-        self.is_owner = type(tensor) in _PLAIN and record.owner() is tensor and not record.is_passing
-        return record
-
     def _tensor_in(self, arguments: Sequence[Any]) -> Tensor:
-        """Return the input in a call."""
         tensor: Tensor | None = arguments[self.index] if self.bound is None else self.bound()
         if tensor is None:
             raise LostErrorTermsError(

@@ -347,7 +347,15 @@ def test_a_step_whose_tensors_are_gone_says_so_before_it_runs() -> None:
     hi = torch.ones(3).bfloat16()
     record = ensure_record(hi, MCF, name="p")
     calls: list[Any] = []
-    bound = Binding(0, MCF, "p", torch.utils.weak.TensorWeakRef(hi), weakref.ref(record))
+    bound = Binding(
+        0,
+        MCF,
+        "p",
+        reads=False,
+        is_made=False,
+        bound=torch.utils.weak.TensorWeakRef(hi),
+        record=weakref.ref(record),
+    )
     step = CompensatedStep(calls.append, [bound])
     step([hi])
     assert calls[0][1] is error_terms(hi)[0]
