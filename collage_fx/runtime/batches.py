@@ -2,21 +2,17 @@
 
 Note [One call for all tensors]
 -------------------------------
-A call of a kernel from Python takes about 5 microseconds per tensor, mostly to read code and objects that the
-previous step has evicted from the caches, and to start and end threads for each tensor. So the kernels of
-flat rules and of scalars are not called from Python: a table has a row of arguments for each call, and a
-single C++ function, ``run``, makes all the calls.
+A call of a kernel from Python takes about 5 microseconds per tensor, mostly for caches and threads. So the
+kernels of flat rules and of scalars are not called from Python: a table has a row of arguments for each call,
+and a single C++ function, ``run``, makes all the calls.
 
 An elementwise rule may also be called for a piece of a tensor, with addresses inside the tensor. Its calls
-are cut into jobs of about equal size, with a piece of a large tensor or with several small tensors. Threads
-take jobs as they become free, and wait for each other only at the end. So the same kernel serves for many and
-for few elements, and needs no threads of its own; the compiler also optimizes a loop without threads better.
-Sums over all elements of a tensor are first computed for its pieces, and added at the end in the order of the
-pieces, so that they do not depend on the threads.
+are cut into jobs of about equal size: a piece of a large tensor, or several small tensors. Threads take jobs
+as they become free, and wait for each other only at the end; kernels need no threads of their own. Sums over
+all elements of a tensor are added in the order of its pieces, so that they do not depend on the threads.
 
-``run`` calls a function through a type with 64-bit integers for all arguments, although some arguments are
-pointers. On 64-bit processors both are passed in the same way; functions with other arguments are not called
-like this.
+``run`` calls a function through a type with 64-bit integers for all arguments, although some are pointers: on
+64-bit processors both are passed in the same way.
 """
 
 from __future__ import annotations

@@ -9,10 +9,8 @@ dtype, is copied for the call; all other changes are refused before anything run
 
 Note [One look at all tensors]
 ------------------------------
-Nearly always, the tensors of a call have the same layouts as in the previous call. This is tested first, for
-all tensors in a single call into C++. For AdamW's 888 tensors of 148 parameters the test takes 0.1 ms, or
-0.25 ms if their metadata has been evicted from the processor's caches; testing each tensor from Python takes
-0.4 and 0.7 ms. Tensors are tested one by one only if something has changed.
+Nearly always, the tensors of a call have the layouts of the previous call. This is tested first, in a single
+call into C++: 0.1 to 0.25 ms for AdamW's 888 tensors of 148 parameters, against 0.4 to 0.7 ms one by one.
 """
 
 from __future__ import annotations
@@ -74,9 +72,8 @@ class Expected:
 
     def _holds(self, dtype: torch.dtype) -> bool:
         """Return whether the code can read the numbers of a dtype: its own, or exact copies in its own."""
-        if dtype is self.dtype or not (self.is_only_read and dtype.is_floating_point):
-            return dtype is self.dtype
-        return torch.promote_types(dtype, self.dtype) is self.dtype
+        is_copied = self.is_only_read and dtype.is_floating_point
+        return dtype is self.dtype or (is_copied and torch.promote_types(dtype, self.dtype) is self.dtype)
 
     def _has_layout_of(self, tensor: Tensor) -> bool:
         """Return whether size and strides are as expected, ignoring strides of dimensions of one element."""

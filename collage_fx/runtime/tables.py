@@ -1,12 +1,10 @@
 """Rows of address tables: the arguments of a kernel's calls for many tensors.
 
 A kernel is called for all its tensors at once, by a C++ function on the host (``batches.py``) or by a launch
-on a device (``launches.py``). It takes the arguments for a *piece* of a tensor, or for all of it, from a row
-of 64-bit words: the addresses of the piece's first elements and of numbers, and its length. The rows are made
-once for a step; at each step, the current addresses of tensors are added to them.
-
-Numbers that a kernel reads by their addresses are words of the table, too: the index of a piece's first
-element, and on a device numbers of the host. Numbers that a launch computes and another launch reads are in
+on a device (``launches.py``). It takes the arguments for a *piece* of a tensor from a row of 64-bit words:
+the addresses of the piece's first elements and of numbers, and its length. At each step, the current
+addresses of tensors are added. Numbers that a kernel reads by their addresses are words, too: the index of a
+piece's first element, and on a device numbers of the host. Numbers that a launch makes for another are in
 *cells*.
 """
 

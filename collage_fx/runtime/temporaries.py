@@ -2,10 +2,10 @@
 
 Note [Members take turns]
 -------------------------
-A step calls a kernel for all its tensors at once (Note [One call for all tensors]). If a value as large as a
-parameter crosses from one kernel to the next, a step thereby holds such values of all parameters at the same
-time. So above the limit of a device the members of a step are divided into rounds that hold no more (or a
-single member), and the rounds run one after the other, in the same memory.
+A kernel is called for all tensors at once (Note [One call for all tensors]), so a value as large as a
+parameter that crosses from one kernel to the next is held for all parameters. Above the limit of a device the
+members of a step are divided into rounds that hold no more (or a single member), and take turns in the same
+memory.
 """
 
 from __future__ import annotations
