@@ -101,6 +101,7 @@ from collage_fx.report import (
 )
 from collage_fx.runtime import STAND_INS, MakingStep, Member, WholeStep
 from collage_fx.state import (
+    ErrorTermRecord,
     KnownTensor,
     adopted_by_storage,
     choose_new,
@@ -583,17 +584,15 @@ class Compilation:
         """Return the name of the weight, or state, that an input is a view of; empty if it is none."""
         if self.recorded or info.tensor is None or not is_low_precision_tensor(node):
             return ""
-        piece = local_tensor(info.tensor)
-        adopted = self._adopted_around(piece)
-        is_whole = any(is_same_memory(local_tensor(each.tensor), piece) for each in adopted)
-        return "" if is_whole or not adopted or record_of(info.tensor) is not None else adopted[0].name
+        adopted = self._adopted_around(info.tensor)
+        is_view = adopted and self._owner(info.tensor) is None and record_of(info.tensor) is None
+        return adopted[0].name if is_view else ""
 
-    def _owner(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return the weight, or state, in whose memory a tensor lies; itself if there is none."""
-        piece = local_tensor(tensor)
-        adopted = self._adopted_around(piece)
+    def _owner(self, tensor: torch.Tensor) -> torch.Tensor | None:
+        """Return the weight, or state, of which a tensor is the memory; None if there is none."""
+        piece, adopted = local_tensor(tensor), self._adopted_around(tensor)
         owners = (each.tensor for each in adopted if is_same_memory(local_tensor(each.tensor), piece))
-        return next(owners, tensor)
+        return next(owners, None)
 
     def _read_rounded(self, graph: _Traced) -> list[int]:
         """Return the positions of arguments that may be detached weights whose values outlive the graph."""
@@ -625,7 +624,7 @@ class Compilation:
             if info.role is not Role.PARAMETER and self.options.packs:
                 return False  # state is packed, and has no error terms
             is_parameter = isinstance(info.tensor, torch.nn.Parameter)
-            return is_parameter or bool(self._adopted_around(local_tensor(info.tensor)))
+            return is_parameter or bool(self._adopted_around(info.tensor))
 
         return frozenset(i for i, (node, info) in enumerate(graph.inputs) if may_get(node, info))
 
@@ -634,8 +633,9 @@ class Compilation:
         """Parameters and states of all adopted optimizers, by storage: takes long with many."""
         return adopted_by_storage()
 
-    def _adopted_around(self, piece: torch.Tensor) -> Sequence[KnownTensor]:
+    def _adopted_around(self, tensor: torch.Tensor) -> Sequence[KnownTensor]:
         """Return the parameters and states of adopted optimizers in the storage that a tensor lies in."""
+        piece = local_tensor(tensor)
         return self._adopted.get(storage_of(piece), ()) if has_storage(piece) else ()
 
     # -- Refused, rewritten, lowered, reported
@@ -674,7 +674,9 @@ class Compilation:
                 if (tensor := program.infos[index].tensor) is not None:
                     choose_new(tensor, keep=state.compensated or state.packed)
                     note_write(tensor, compensated=state.compensated)
-                    if not self.recorded and isinstance(owner := self._owner(tensor), torch.nn.Parameter):
+                    owner = self._owner(tensor)
+                    owner = tensor if owner is None else owner
+                    if not self.recorded and isinstance(owner, torch.nn.Parameter):
                         self.updated.append(owner)
         known_packed = any(map(_packed_format, graph.infos))
         self._drop_codes(program)
@@ -754,14 +756,16 @@ class Compilation:
 
     def _drop_codes(self, program: StepProgram) -> None:
         """Release the codes of float32 state that this step, by other options, does not pack."""
-        packs = {
-            i for state in program.states if state.packed for i in program.repetition.copies[state.position]
-        }
+        positions = [state.position for state in program.states if state.packed]
+        packs = {i for position in positions for i in program.repetition.copies[position]}
         for i, info in enumerate(program.infos):
             tensor = info.tensor
-            if tensor is None or tensor.dtype is not torch.float32 or i in packs:
-                continue
-            if packed_format(tensor):
+            if (
+                tensor is not None
+                and tensor.dtype is torch.float32
+                and i not in packs
+                and packed_format(tensor)
+            ):
                 reset_error_terms(tensor)
 
     def _accepted(self, graph: _Traced) -> StepProgram:
@@ -783,11 +787,12 @@ class Compilation:
             takes_float32=self._packs_float32,
         )
         inputs = enumerate(graph.inputs)
-        having = [(i, node, _is_new(info)) for i, (node, info) in inputs if _input_has_error_terms(info)]
+        having = [(i, node, _record(info)) for i, (node, info) in inputs if _input_has_error_terms(info)]
+        new = {i for i, _, record in having if record is not None and record.is_new}
         program.already_compensated = frozenset(
-            i for i, node, is_new in having if not (is_new and node in graph.stores)
+            i for i, node, _ in having if i not in new or node not in graph.stores
         )
-        program.has_lasting_terms = frozenset(i for i, _, is_new in having if not is_new)
+        program.has_lasting_terms = frozenset(i for i, _, _ in having if i not in new)
         program.may_get_terms = self._may_get_terms(graph) - program.already_compensated
         if any(node not in graph.stores for _, node, _ in having):
             program.arithmetic = "wide"  # "native" reads only hi of tensors that it does not update
@@ -809,8 +814,8 @@ class Compilation:
             self.budgets = self._budgets_for_part(program)
             return self.budgets[0].applied_to(program)
         budgets = budgets_for(program, self.options.passes)
-        records = [None if info.tensor is None else record_of(info.tensor) for info in program.infos]
-        held = {found.format.name for found in records if found is not None and found.format.keeps_error}
+        records = [record for info in program.infos if (record := _record(info)) is not None]
+        held = {record.format.name for record in records if record.format.keeps_error}
         is_beside = bool(held) and not self.optimizers  # a function beside the steps, which have chosen
         if is_beside:
             budgets = [budget for budget in budgets if budget.error_format in held] or budgets
@@ -821,9 +826,9 @@ class Compilation:
             self.budgets = max(known, self.budgets, key=lambda each: each[-1].bytes)
             self.backend.budgets[optimizer] = self.budgets
         program = self.budgets[0].applied_to(program)
-        for found in records:
-            if found is not None and found.format is not program.error_format and self.optimizers:
-                found.is_used = False  # used by a step that held less: converted now
+        for record in records:
+            if record.format is not program.error_format and self.optimizers:
+                record.is_used = False  # used by a step that held less: converted now
         return program
 
     def _budgets_for_part(self, program: StepProgram) -> tuple[Budget, ...]:
@@ -851,8 +856,7 @@ class Compilation:
     def _refuse_other_error_terms(self, infos: Sequence[InputInfo], error_format: ErrorFormat) -> None:
         """Raise for error terms that this backend cannot keep up to date."""
         for info in infos:
-            record = None if info.tensor is None else record_of(info.tensor)
-            if record is None or not record.format.keeps_error:
+            if (record := _record(info)) is None or not record.format.keeps_error:
                 continue
             if self.options.strategy == "none":
                 raise ConflictingErrorFormatError(
@@ -999,10 +1003,9 @@ def _input_has_error_terms(info: InputInfo) -> bool:
     return info.tensor is not None and has_error_terms(info.tensor)
 
 
-def _is_new(info: InputInfo) -> bool:
-    """Return whether an input's error terms are from the step that made the tensor."""
-    record = None if info.tensor is None else record_of(info.tensor)
-    return record is not None and record.is_new
+def _record(info: InputInfo) -> ErrorTermRecord | None:
+    """Return the record of an input's tensor; None if it has none."""
+    return None if info.tensor is None else record_of(info.tensor)
 
 
 def _packed_format(info: InputInfo) -> ErrorFormat | None:
@@ -1045,7 +1048,6 @@ def _warning_of_terms(step: Callable[..., Any], positions: Sequence[int], subjec
 
 
 def _never_called(*arguments: Any) -> Any:
-    """Raise: the graph of one member of each family is compiled, never run."""
     raise AssertionError("the graph of one of each family is compiled, never run")
 
 
