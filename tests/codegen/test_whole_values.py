@@ -82,6 +82,21 @@ def test_values_of_all_halves_are_those_of_the_eager_function(rest: int, dtype: 
     assert torch.equal(values.view(integers)[of_numbers], expected.view(integers)[of_numbers])
 
 
+def test_halves_of_other_layouts_and_dtypes_are_not_taken() -> None:
+    """They have one order in memory without gaps: the pass goes through memory, whatever the dimensions."""
+    halves = torch.zeros(4, 4, dtype=torch.bfloat16), torch.zeros(4, 4, dtype=torch.int16), torch.zeros(4, 4)
+    hi, rest, values = halves
+    assert are_halves(hi, rest, values)
+    assert are_halves(hi.t(), rest.t(), values.t())
+    assert not are_halves(hi.t(), rest, values)
+    assert not are_halves(hi, rest.t(), values)
+    assert not are_halves(hi, rest, values.t())
+    assert not are_halves(*(each[:, ::2] for each in halves))
+    assert not are_halves(hi.half(), rest, values)
+    assert not are_halves(hi, rest.int(), values)
+    assert not are_halves(hi, rest, values.bfloat16())
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
 @pytest.mark.parametrize("error_format", ["exact", "mcf"])
 def test_a_whole_value_is_the_sum_of_hi_and_its_error_terms(
