@@ -999,12 +999,10 @@ class _Traced:
 
 
 def _input_has_error_terms(info: InputInfo) -> bool:
-    """Return whether an input's tensor has error terms."""
     return info.tensor is not None and has_error_terms(info.tensor)
 
 
 def _record(info: InputInfo) -> ErrorTermRecord | None:
-    """Return the record of an input's tensor; None if it has none."""
     return None if info.tensor is None else record_of(info.tensor)
 
 

@@ -350,7 +350,6 @@ class _Rewriter:
         self.graph.eliminate_dead_code()
 
     def _join_equal(self) -> None:
-        """Merge equal operations."""
         known: dict[Any, Node] = {}
         for node in list(self.graph.nodes):
             if node.op == "call_function" and node.target is not aten.copy_.default:

@@ -167,7 +167,6 @@ class _Flat:
         return kept, before, behind
 
     def source(self) -> str:
-        """Return the text of the kernel."""
         elements = self.elements
         numbers = elements.of_kind(Kind.NUMBER, elements.nodes)
         of_numbers = [node for node in numbers if isinstance(node.meta["val"], torch.Tensor)]

@@ -131,7 +131,6 @@ class _Printer:
         self.pointers = [node for node in elements.inputs if self.numbers[node] in self.accesses]
 
     def kernel(self) -> TableKernel:
-        """Return the kernel."""
         body = self._body()
         columns = [self.numbers[node] for node in self.pointers]
         held = (*columns, 0) if self.is_flat else tuple(columns)
@@ -272,7 +271,6 @@ class _Printer:
 
 
 def _adding(device: torch.device) -> TableKernel:
-    """Return the kernel that adds partial sums."""
     config = {"XBLOCK": BLOCK, "num_warps": THREADS // warp_size(device), "num_stages": 1}
     name = "collage_add_sums"
     source = f"{TRITON_HEAD}\n\n{_ADDING.format(decorator=triton_decorator(config, name, device))}"

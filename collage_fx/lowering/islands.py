@@ -155,7 +155,6 @@ class _Cut:
             self._space[node] = _layout(node)
 
     def _place(self, node: Node) -> None:
-        """Find the level of a value."""
         if self._is_input(node):
             self._inlined[node] = 0
             return

@@ -30,10 +30,10 @@ from collage_fx.codegen import (
 from collage_fx.errors import FailedLoweringError
 from collage_fx.graph import Reason, Reasons, device_facts, placeholders
 from collage_fx.lowering.attempts import compile_somehow, inductors_faults
-from collage_fx.lowering.products import called_products, has_products_alone
 from collage_fx.lowering.rule_graphs import graph_of
 from collage_fx.lowering.rules import LONGEST, Line, Rule
 from collage_fx.lowering.stacks import stacked_graph
+from collage_fx.lowering.transposes import TRANSPOSES
 from collage_fx.runtime import HOST, Column, Kernel, Stackable
 from collage_fx.torch_compat import (
     CFunction,
@@ -47,13 +47,21 @@ from collage_fx.torch_compat import (
     note_generated_code,
 )
 
+aten = torch.ops.aten
+
 #: Length that Inductor assumes for a symbolic length when it decides about threads: many elements.
 HINT = 1 << 24
-
 
 #: Settings for rules with blocks, whose largest magnitudes need a loop of their own: the next loop recomputes
 #: all values from the inputs of the first, which costs less than storing them.
 INLINED = {"realize_opcount_threshold": 1 << 16, "realize_reads_threshold": 1 << 16}
+
+#: Products of matrices, and the operators that write them into given memory. Inductor's code on a CPU calls
+#: these, too, but copies their results, and takes seconds to compile.
+PRODUCTS: dict[Any, Any] = {aten.mm.default: aten.mm.out, aten.bmm.default: aten.bmm.out}
+
+#: Operators that move elements and compute nothing.
+MOVES = (*TRANSPOSES, aten.clone.default)
 
 
 def kernel_of(rule: Rule) -> Kernel | Reason:
@@ -98,6 +106,26 @@ def compile_rule(rule: Rule) -> Kernel | Reason:
             call = called_products(graph_of(rule, scope, HINT))
         return Kernel(call, device=rule.device, reasons=(("in one call for all tensors", found),))
     return _compiled(rule, found)
+
+
+def has_products_alone(rule: Rule) -> bool:
+    """Return whether a rule computes nothing but products."""
+    return all(line.target in (None, *PRODUCTS, *MOVES) for line in rule.lines)
+
+
+def called_products(gm: GraphModule) -> Callable[[list[Any]], Any]:
+    """Return a function of a list of inputs that calls the products of a graph, which is changed."""
+    for store in gm.graph.find_nodes(op="call_function", target=aten.copy_.default):
+        into, product = store.args
+        if product.target in PRODUCTS and set(into.users) == {store}:
+            with gm.graph.inserting_before(product):
+                made = gm.graph.call_function(PRODUCTS[product.target], product.args, {"out": into})
+            product.replace_all_uses_with(made)
+            gm.graph.erase_node(store)
+            gm.graph.erase_node(product)
+    gm.recompile()
+    call = gm.forward
+    return lambda inputs: call(*inputs)
 
 
 def printed(rule: Rule) -> Kernel | Reason:

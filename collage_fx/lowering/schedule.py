@@ -68,8 +68,13 @@ def rules_of(gm: GraphModule, *, always: bool = False) -> list[tuple[Part, Rule]
     Equal parts are one kernel, which a CPU calls, and a GPU launches, once for all of them.
     """
     for node in placeholders(gm.graph):
-        if (reason := _not_plain(node.meta["val"])) is not None:
-            return Reason.at(node, reason)
+        value = node.meta["val"]
+        if not isinstance(value, Tensor):
+            continue
+        if not device_facts(value.device).in_parts:
+            return Reason.at(node, f"on {value.device.type} a step is compiled as one")
+        if not all(isinstance(number, int) for number in (*value.shape, *value.stride())):
+            return Reason.at(node, "its sizes or strides are not known when it is compiled")
     parts = parts_of(gm.graph)
     if isinstance(parts, Reason):
         return parts
@@ -78,17 +83,6 @@ def rules_of(gm: GraphModule, *, always: bool = False) -> list[tuple[Part, Rule]
     if not (always or is_worth_it):
         return Reason("no two of its parts are equal, and none serves every length")
     return rules
-
-
-def _not_plain(value: Any) -> str | None:
-    """Return why an input rules out parts: its device, or unknown sizes; None if it does not."""
-    if not isinstance(value, Tensor):
-        return None
-    if not device_facts(value.device).in_parts:
-        return f"on {value.device.type} a step is compiled as one"
-    if not all(isinstance(number, int) for number in (*value.shape, *value.stride())):
-        return "its sizes or strides are not known when it is compiled"
-    return None
 
 
 @dataclass(frozen=True)

@@ -193,7 +193,6 @@ class Launches(Table):
         return [Word(offset=WORD * first, base=SUMS)]
 
     def _allocate(self) -> None:
-        """Allocate the memory for all words and for sums."""
         words = [*self.words, *self.numbers]
         self.table = torch.zeros(len(words) + len(self.cells), dtype=torch.int64, device=self.device)
         self._sums = torch.zeros(self._words_of_sums, dtype=torch.float64, device=self.device)

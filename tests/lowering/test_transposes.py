@@ -12,7 +12,7 @@ from functorch import make_fx
 from torch import Tensor
 from torch.fx import GraphModule, Interpreter, Node
 
-from collage_fx.lowering.products import called_products, has_products_alone
+from collage_fx.lowering.kernels import called_products, has_products_alone
 from collage_fx.lowering.transposes import TRANSPOSES, in_order_of_memory
 from collage_fx.numerics import PHASES, ROUND_TO_STORAGE
 from collage_fx.torch_compat import functional_decompositions
