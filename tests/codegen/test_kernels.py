@@ -191,6 +191,14 @@ def test_functions_without_a_spelling_are_left_to_inductor_in_loops_alone(target
     assert float(found) == pytest.approx(float(expected), rel=2**-51)
 
 
+def test_powers_of_integers_are_left_to_inductor() -> None:
+    """C's ``pow`` is one of doubles, which do not have all numbers of 64 bits."""
+    base, exponent, power = torch.tensor(3), torch.tensor(39), torch.tensor(3**39)
+    assert int(power.double()) != int(power)
+    with pytest.raises(NoSpelling, match=r"pow of torch\.int64"):
+        number_kernel(graph_of(aten.pow.Tensor_Tensor, [base, exponent], power))
+
+
 @pytest.mark.parametrize("dtype", [F32, BF16, torch.int8])
 def test_what_is_overwritten_is_read_before(dtype: torch.dtype) -> None:
     """Two tensors change places, and a third gets the first's old values."""
