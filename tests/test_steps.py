@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from concurrent.futures import ThreadPoolExecutor
-from itertools import chain
+from itertools import chain, product
 from typing import Any
 
 import pytest
@@ -12,6 +12,8 @@ import torch
 from torch import Tensor
 
 from collage_fx import CollageBackend, error_terms
+from collage_fx.runtime import Member, Present, WholeStep
+from collage_fx.runtime.step import MOST_PATTERNS
 from tests.support.memory import peak
 from tests.support.race import Parameters, Race
 from tests.support.substitutes import temporaries_of_bytes
@@ -59,6 +61,32 @@ def test_a_tensor_learning_rate_under_a_scheduler() -> None:
 
 
 # Gradients that come and go. ------------------------------------------------------------------------------
+
+
+def test_patterns_of_gradients_are_remembered_up_to_a_number() -> None:
+    """Nine parameters have 512 patterns. In each, only members with a gradient are stepped and written to."""
+    params = [torch.nn.Parameter(torch.ones(1)) for _ in range(9)]
+    members = [Member(9 + i, i, frozenset((i, 9 + i)), torch.float32) for i in range(9)]
+    called, remembered = list[Present | None](), set[int]()
+
+    def code(values: list[Any], present: Present | None = None) -> None:
+        assert all(value is not None for value in values)
+        called.append(present)
+
+    step = WholeStep(code, params, 0, range(9), {9 + i: i for i in range(9)}, members, {})
+    for pattern in 2 * [*product((False, True), repeat=9)]:
+        for param, has_gradient in zip(params, pattern, strict=True):
+            param.grad = torch.ones(1) if has_gradient else None
+        before, calls = [param._version for param in params], len(called)
+        step()
+        written = [param._version > version for param, version in zip(params, before, strict=True)]
+        assert written == [*pattern]
+        assert len(called) - calls == any(pattern)
+        if any(pattern):
+            present = called[-1]
+            assert pattern == (((True,) * 9) if present is None else tuple(map(bool, present.members)))
+        remembered.add(len(step._known))
+    assert max(remembered) == MOST_PATTERNS + 1 < 512
 
 
 def test_gradients_that_are_none_on_some_steps() -> None:
