@@ -14,32 +14,16 @@ import tempfile
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
-from tabulate import tabulate
 from torch import Tensor
 from torch.optim import Optimizer
 
-from benchmarks.table import put_between
+from benchmarks.table import markdown, place, put_between
 from collage_fx import full_value, install
 
-__all__ = [
-    "MARKS",
-    "PAGE",
-    "WAYS",
-    "WAYS_OF_SPREADS",
-    "decay_reached",
-    "directed",
-    "error",
-    "errors_of_spread",
-    "moved",
-    "off",
-]
-
-PAGE = Path(__file__).resolve().parent.parent / "docs" / "beyond-fp32.md"
-MARKS = ("<!-- written by python -m benchmarks.beyond_fp32 -->", "<!-- end -->")
+PLACE = place("beyond-fp32.md", "beyond_fp32")
 
 WEIGHTS, STEPS, STEPS_OF_DECAY, WEIGHT_DECAY = 4096, 1500, 1500, 0.01
 RATES = (1e-7, 1e-6, 3e-6, 1e-5)
@@ -386,28 +370,21 @@ def tables() -> str:
     cells = [f"{spread:g}, {lr:g}" for spread, lr in CELLS]
     parts = [
         f"AdamW's error after {STEPS_OF_SPREADS} steps with weights from N(0, spread), by `lr`:",
-        tabulate(
-            spread_rows(),
-            headers=["spread", "`lr`", *WAYS_OF_SPREADS],
-            tablefmt="github",
-            disable_numparse=True,
-        ),
+        markdown(["spread", "`lr`", *WAYS_OF_SPREADS], spread_rows()),
         "The same of other optimizers, float32 / default, by spread and `lr`:",
-        tabulate(moment_rows(), headers=["", *cells], tablefmt="github", disable_numparse=True),
+        markdown(["", *cells], moment_rows()),
         f"Share of the decay that was asked for, after {STEPS_OF_DECAY} steps without gradients, by "
         "`lr * weight_decay`:",
-        _table("", DECAYS, decays),
+        markdown(["", *(f"{decay:g}" for decay in DECAYS)], decays),
         f"Error of the weights after {STEPS} steps with `weight_decay={WEIGHT_DECAY}`, by `lr`:",
-        _table("", RATES, errors),
+        markdown(["", *(f"{lr:g}" for lr in RATES)], errors),
         f"The same after {LONG} steps, of weights at random and of ones, as norms begin:",
-        tabulate(
-            long_rows(), headers=["weights", "`lr`", *LONG_WAYS], tablefmt="github", disable_numparse=True
-        ),
+        markdown(["weights", "`lr`", *LONG_WAYS], long_rows()),
         f"The same of a {MATRIX[0]}×{MATRIX[1]} matrix, by optimizer and `lr`, in float32 and here "
         "(bfloat16, `plus`):",
-        tabulate(by_name, headers=["", *columns], tablefmt="github", disable_numparse=True),
+        markdown(["", *columns], by_name),
         f"Error of AdamW's second moment after {STEPS_OF_AVERAGE} steps, by `beta2`:",
-        tabulate(averages, headers=["", "float32", "here"], tablefmt="github", disable_numparse=True),
+        markdown(["", "float32", "here"], averages),
     ]
     if importlib.util.find_spec("transformers") is not None:
         headers = ["", "rows without gradients", "matrices of the layers", "error of the weights"]
@@ -415,15 +392,10 @@ def tables() -> str:
             f"A Llama of two layers, trained by transformers' Trainer for {STEPS_OF_TRAINING} steps at lr "
             f"1e-6 and weight decay {WEIGHT_DECAY}: changes of norms, in millionths (of rows of the "
             "embedding that no token has, and of matrices), and the error of all weights:",
-            tabulate(training_rows(), headers=headers, tablefmt="github", disable_numparse=True),
+            markdown(headers, training_rows()),
         ]
     return "\n\n".join([*parts, f"torch {torch.__version__.partition('+')[0]}."])
 
 
-def _table(name: str, columns: Sequence[float], rows: Sequence[Sequence[str]]) -> str:
-    headers = (name, *(f"{column:g}" for column in columns))
-    return tabulate(rows, headers=headers, tablefmt="github", disable_numparse=True)
-
-
 if __name__ == "__main__":
-    put_between(PAGE, *MARKS, tables())
+    put_between(*PLACE, tables())

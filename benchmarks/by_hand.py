@@ -11,8 +11,6 @@ from torch.optim import Optimizer
 
 from collage_fx.numerics.arithmetic import double_word_constant, grow, multiply_double_words
 
-__all__ = ["BETAS", "EPS", "LR", "WEIGHT_DECAY", "EagerCollage", "KahanAdamW", "Lion"]
-
 #: Of every AdamW here.
 LR, BETAS, EPS, WEIGHT_DECAY = 1e-4, (0.9, 0.999), 1e-8, 0.1
 

@@ -39,6 +39,7 @@ from torch.optim import SGD, Adafactor, Adam, AdamW, Muon, Optimizer
 
 import collage_fx
 from benchmarks.by_hand import Lion
+from benchmarks.table import put_between
 from collage_fx.state.safetensors_file import write_safetensors
 from collage_tools.checkup.code_counts import LEAST_SIGNIFICANCE
 from collage_tools.checkup.verdicts import CANNOT_TELL, NO_SIGN, ROUNDED_AWAY, checkup, strongest
@@ -495,17 +496,6 @@ def tables(results: Mapping[str, Any]) -> str:
     )
 
 
-BEGIN, END = "<!-- by python -m benchmarks.checkup -->\n", "<!-- to here -->\n"
-
-
-def write_document(results: Mapping[str, Any]) -> None:
-    """Put the tables into the page."""
-    text = DOCUMENT.read_text(encoding="utf-8")
-    before, _, rest = text.partition(BEGIN)
-    after = rest.partition(END)[2]
-    DOCUMENT.write_text(f"{before}{BEGIN}\n{tables(results)}\n\n{END}{after}", encoding="utf-8")
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.checkup", description=__doc__)
     parser.add_argument("--ways", nargs="+", choices=WAYS, default=WAYS)
@@ -546,8 +536,7 @@ def main() -> None:
     results["torch"] = torch.__version__
     RESULTS.write_text(json.dumps(results, indent=1) + "\n")
     print(f"\n{tables(results)}")
-    if DOCUMENT.exists():
-        write_document(results)
+    put_between(DOCUMENT, "<!-- by python -m benchmarks.checkup -->", "<!-- to here -->", tables(results))
 
 
 if __name__ == "__main__":

@@ -9,17 +9,12 @@ import json
 from pathlib import Path
 from typing import Any
 
-from tabulate import tabulate
-
 from benchmarks.formats.asked import HIGH, row, whole
-from benchmarks.table import put_between
-
-__all__ = ["MARKS", "PAGE", "ROWS", "table"]
+from benchmarks.table import markdown, place, put_between
 
 ROOT = Path(__file__).resolve().parent.parent
-PAGE = ROOT / "docs" / "comparison.md"
+PLACE = place("comparison.md", "comparison")
 RESULTS = ROOT / "benchmarks" / "results"
-MARKS = ("<!-- written by python -m benchmarks.comparison -->", "<!-- end -->")
 
 #: A name for people, of a state in the study of formats, of a row of the benchmark.
 ROWS = (
@@ -62,10 +57,8 @@ def table() -> str:
                 " / ".join(f"{each['over_copy']:.2g}" for each in over) or "–",
             ]
         )
-    headers = ("stored as", "bytes", *CELLS.values(), "time ÷ copy")
-    alignment = ["left", *["right"] * (len(headers) - 1)]
-    return tabulate(rows, headers=headers, tablefmt="github", disable_numparse=True, colalign=alignment)
+    return markdown(("stored as", "bytes", *CELLS.values(), "time ÷ copy"), rows, texts=1)
 
 
 if __name__ == "__main__":
-    put_between(PAGE, *MARKS, table())
+    put_between(*PLACE, table())

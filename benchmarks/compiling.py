@@ -10,8 +10,6 @@ import torch
 import collage_fx
 from benchmarks.by_hand import LR
 
-__all__ = ["OPTIMIZERS", "TIMED", "compiled_step", "make_optimizer"]
-
 Make = Callable[[Sequence[torch.nn.Parameter]], torch.optim.Optimizer]
 
 

@@ -9,20 +9,17 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import Any
 
 import torch
-from tabulate import tabulate
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from benchmarks.by_hand import Lion
-from benchmarks.table import put_between
+from benchmarks.table import markdown, place, put_between
 from collage_fx import convert, full_value
 
-PAGE = Path(__file__).resolve().parent.parent / "docs" / "pure-bf16.md"
-MARKS = ("<!-- written by python -m benchmarks.conversion -->", "<!-- end -->")
+PLACE = place("pure-bf16.md", "conversion")
 
 STEPS = 50
 #: Smallest matrix of which state is packed.
@@ -78,7 +75,7 @@ def table() -> str:
             numbers = [f"{each:.2g}" for each in (float32, stays, back)]
             rows.append([name, budget, *numbers, f"{back / max(float32, stays):.2f}"])
     headers = ("optimizer", "bytes", "float32", "compensated", "there and back", "÷ the worse")
-    return tabulate(rows, headers=headers, tablefmt="github", disable_numparse=True)
+    return markdown(headers, rows)
 
 
 def main() -> None:
@@ -86,7 +83,7 @@ def main() -> None:
     torch.set_num_threads(1)
     text = table()
     print(text)
-    put_between(PAGE, *MARKS, text)
+    put_between(*PLACE, text)
 
 
 if __name__ == "__main__":

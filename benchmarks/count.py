@@ -22,8 +22,6 @@ import torch
 from benchmarks.measure import STEPS_TO_SETTLE, compile_cache
 from benchmarks.peers import PEERS, make_gradients, make_parameters
 
-__all__ = ["count_instructions"]
-
 #: Large enough that what a call costs beside its loops is a fraction of an instruction per parameter.
 SHAPES = ((2048, 2048),)
 ENVIRONMENT = {"ATEN_CPU_CAPABILITY": "avx2", "OMP_NUM_THREADS": "1"}

@@ -9,21 +9,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
-from tabulate import tabulate
 from torch import Tensor
 from torch.optim import Optimizer
 
 from benchmarks.beyond_fp32 import directed, moved, off
 from benchmarks.by_hand import Lion
-from benchmarks.table import put_between
+from benchmarks.table import markdown, place, put_between
 from collage_fx import backend_of
 
-PAGE = Path(__file__).resolve().parent.parent / "docs" / "few-bytes.md"
-MARKS = ("<!-- written by python -m benchmarks.few_bytes -->", "<!-- end -->")
+PLACE = place("few-bytes.md", "few_bytes")
 SHAPE, SPREAD, STEPS = (64, 128), 0.02, 600
 
 #: Ways to take a step, and their options.
@@ -77,10 +74,10 @@ def tables() -> str:
     headers += [f"{what}, {way}" for way in WAYS for what in ("bytes", "error")]
     about = f"After {STEPS} steps of a {SHAPE[0]}×{SHAPE[1]} matrix of weights from N(0, {SPREAD:g}):"
     rates = ", ".join(f"{name} {arguments['lr']:g}" for name, (_, arguments) in OPTIMIZERS.items())
-    table = tabulate(map(errors_of, OPTIMIZERS), headers, tablefmt="github", disable_numparse=True)
+    table = markdown(headers, map(errors_of, OPTIMIZERS))
     version = torch.__version__.partition("+")[0]
     return f"{about}\n\n{table}\n\nLearning rates: {rates}. torch {version}."
 
 
 if __name__ == "__main__":
-    put_between(PAGE, *MARKS, tables())
+    put_between(*PLACE, tables())

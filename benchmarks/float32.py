@@ -22,22 +22,19 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from tabulate import tabulate
 from torch import Tensor
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
+from benchmarks.formats.replay import learning_rate
 from benchmarks.formats.traces import hard_gradients
-from benchmarks.table import put_between
+from benchmarks.table import markdown, place, put_between
 from benchmarks.timing import Clock, ratio, rounds
 from collage_fx import install
 from collage_fx.state import bytes_held
 from examples.train_gpt import GPT, Recipe, Text, batches, loss_of, validate
 
-__all__ = ["MARKS", "PAGE", "WAYS", "displacements", "errors", "held_bytes"]
-
-PAGE = Path(__file__).resolve().parent.parent / "docs" / "float32.md"
-MARKS = ("<!-- written by python -m benchmarks.float32 -->", "<!-- end -->")
+PLACE = place("float32.md", "float32")
 
 #: Parameters -> an optimizer, at a learning rate.
 Make = Callable[[Sequence[Parameter], float], Optimizer]
@@ -75,18 +72,15 @@ def ours(make: Make, **options: Any) -> Make:
     return lambda params, lr: install(make(params, lr), **options)
 
 
-def of_bitsandbytes(params: Any, lr: float) -> Optimizer:
-    made: Optimizer = importlib.import_module("bitsandbytes.optim").AdamW8bit(
-        params, lr=lr, betas=BETAS, weight_decay=WEIGHT_DECAY
-    )
-    return made
+def eight_bits_of(package: str) -> Make:
+    """Return a function that makes a package's AdamW with state of 8 bits, imported where it is made."""
 
+    def make(params: Any, lr: float) -> Optimizer:
+        kind = importlib.import_module(f"{package}.optim").AdamW8bit
+        made: Optimizer = kind(params, lr=lr, betas=BETAS, weight_decay=WEIGHT_DECAY)
+        return made
 
-def of_torchao(params: Any, lr: float) -> Optimizer:
-    made: Optimizer = importlib.import_module("torchao.optim").AdamW8bit(
-        params, lr=lr, betas=BETAS, weight_decay=WEIGHT_DECAY
-    )
-    return made
+    return make
 
 
 FLOAT32 = "float32 moments, torch"
@@ -94,8 +88,7 @@ STATES = ("bf16", "block16", "block8")
 WAYS = (
     Way(FLOAT32, adamw),
     *(Way(f'`state="{state}"`', ours(adamw, state=state)) for state in STATES),
-    Way("bitsandbytes, AdamW8bit", of_bitsandbytes, "bitsandbytes"),
-    Way("torchao, AdamW8bit", of_torchao, "torchao"),
+    *(Way(f"{name}, AdamW8bit", eight_bits_of(name), name) for name in ("bitsandbytes", "torchao")),
 )
 
 #: Other optimizers, by name: makers.
@@ -137,14 +130,6 @@ def _bytes_of(state: Tensor) -> float:
 # Errors. ----------------------------------------------------------------------------------------------------
 
 
-def rate_at(step: int, steps: int) -> float:
-    """Return the learning rate in units of its peak: a warm-up of 50 steps, then a cosine down to 0."""
-    warmup = min(50, steps // 4)
-    if step < warmup:
-        return (step + 1) / warmup
-    return (1 + math.cos(math.pi * (step - warmup) / (steps - warmup))) / 2
-
-
 class Schedule:
     """Learning rates of an optimizer, in units of those that it was made with."""
 
@@ -177,7 +162,7 @@ def displacements(make: Make, gradients: Tensor, dtype: torch.dtype = torch.floa
         warnings.simplefilter("ignore")
         for step, gradient in enumerate(gradients):
             p.grad = gradient.to(dtype)
-            schedule.set(rate_at(step, len(gradients)))
+            schedule.set(learning_rate(step, len(gradients)))
             optimizer.step()
     return p.detach().double() - start.double(), held_bytes(optimizer)
 
@@ -212,7 +197,7 @@ def table_of_errors(seeds: Sequence[int], steps: int) -> str:
         of_kinds = torch.stack([errors(run, ex) for (run, _), ex in zip(runs, exact, strict=True)])
         numbers = [_geometric_mean(of_kinds), *of_kinds.amax(0).tolist()]
         rows.append([way.name, f"{runs[0][1]:.3g}", *map(_shown, numbers)])
-    return _table(["moments", "bytes", "geometric mean", *given[0][1]], rows)
+    return markdown(["moments", "bytes", "geometric mean", *given[0][1]], rows, texts=1)
 
 
 def table_of_optimizers(seeds: Sequence[int], steps: int) -> str:
@@ -229,7 +214,7 @@ def table_of_optimizers(seeds: Sequence[int], steps: int) -> str:
             found = torch.stack([errors(run, ex) for (run, _), ex in zip(runs, exact, strict=True)])
             row.append(f"{_shown(_geometric_mean(found))} ({runs[0][1]:.4g} B)")
         rows.append(row)
-    return _table(["optimizer", "float32 state", *(f"`{state}`" for state in STATES)], rows)
+    return markdown(["optimizer", "float32 state", *(f"`{state}`" for state in STATES)], rows, texts=1)
 
 
 # Training and time. -----------------------------------------------------------------------------------------
@@ -281,7 +266,7 @@ def table_of_losses(recipe: Recipe, seeds: Sequence[int], file: Path) -> str:
         apart = torch.tensor(losses) - torch.tensor(baseline)
         shown = "" if way.name == FLOAT32 else f"{float(apart.mean()):+.4f} ± {_deviation(apart):.4f}"
         rows.append([way.name, *(f"{loss:.4f}" for loss in losses), shown])
-    return _table(["moments", *(f"seed {seed}" for seed in seeds), "difference"], rows)
+    return markdown(["moments", *(f"seed {seed}" for seed in seeds), "difference"], rows, texts=1)
 
 
 def _deviation(values: Tensor) -> float:
@@ -308,12 +293,7 @@ def table_of_times(shapes: Sequence[tuple[int, ...]], seconds: float) -> str:
         times = rounds(Clock("cpu"), steps, at_most=200, at_least=5, seconds=seconds)
     of = {name: [elapsed for elapsed, _ in each] for name, each in times.items()}
     rows = [[name, f"{ratio(each, of[fused.name])[0]:.2f}"] for name, each in of.items()]
-    return _table(["moments", "time of a step"], rows)
-
-
-def _table(headers: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    align = ["left"] + ["right"] * (len(headers) - 1)
-    return tabulate(rows, headers, tablefmt="github", disable_numparse=True, colalign=align)
+    return markdown(["moments", "time of a step"], rows, texts=1)
 
 
 def say(line: str) -> None:
@@ -356,7 +336,7 @@ def main(argv: Sequence[str]) -> int:
     if quick:
         print(text)
     else:
-        put_between(PAGE, *MARKS, text)
+        put_between(*PLACE, text)
     say(f"{time.monotonic() - started:.0f} s")
     return 0
 

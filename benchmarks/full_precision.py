@@ -22,10 +22,9 @@ from types import MethodType
 
 import torch
 import torch.nn.functional as F
-from tabulate import tabulate
 from torch import Tensor, nn
 
-from benchmarks.table import put_between
+from benchmarks.table import markdown, place, put_between
 from benchmarks.timing import peak_extra_memory
 from collage_fx import assign, full_precision_forward, install
 from examples.train_gpt import (
@@ -40,8 +39,7 @@ from examples.train_gpt import (
     validate,
 )
 
-PAGE = Path(__file__).resolve().parent.parent / "docs" / "full-precision.md"
-MARKS = ("<!-- written by python -m benchmarks.full_precision -->", "<!-- end -->")
+PLACE = place("full-precision.md", "full_precision")
 COSTS = ("<!-- written by python -m benchmarks.full_precision --costs -->", "<!-- end of costs -->")
 
 
@@ -210,7 +208,7 @@ def table(losses: dict[str, list[tuple[float, float]]]) -> str:
             ]
         )
     headers = ["forward passes", "validation loss", "minus that of hi", "change if evaluated from hi + lo"]
-    return tabulate(rows, headers=headers, tablefmt="github", disable_numparse=True)
+    return markdown(headers, rows)
 
 
 def with_error(numbers: list[float]) -> str:
@@ -272,7 +270,7 @@ def costs() -> str:
         "*Peak* is the memory that a forward pass without gradients allocates, and *kept for backward* what "
         "autograd keeps beside input, output and parameters. The head has 32.8 million weights."
     )
-    return f"{about}\n\n{tabulate(rows, headers=headers, tablefmt='github', disable_numparse=True)}"
+    return f"{about}\n\n{markdown(headers, rows)}"
 
 
 def shown(cost: Cost) -> list[str]:
@@ -288,7 +286,7 @@ def main() -> None:
     options = parser.parse_args()
     torch.set_num_threads(1)
     if options.costs:
-        put_between(PAGE, *COSTS, costs())
+        put_between(PLACE[0], *COSTS, costs())
         return
     sections = [
         f"**{setting.title}**\n\n{table(losses)}" for setting, losses in results(options.seeds, options.steps)
@@ -296,7 +294,7 @@ def main() -> None:
     about = f"{options.seeds} seeds, {options.steps} steps, torch {torch.__version__.partition('+')[0]}."
     text = "\n\n".join([about, *sections])
     print(text)
-    put_between(PAGE, *MARKS, text)
+    put_between(*PLACE, text)
 
 
 if __name__ == "__main__":

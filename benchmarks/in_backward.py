@@ -9,18 +9,15 @@ from __future__ import annotations
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import torch
-from tabulate import tabulate
 from torch import Tensor, nn
 from torch.distributed.optim import _apply_optimizer_in_backward
 
-from benchmarks.table import put_between
+from benchmarks.table import markdown, place, put_between
 from collage_fx import install, step_in_backward
 
-PAGE = Path(__file__).resolve().parent.parent / "docs" / "memory.md"
-MARKS = ("<!-- written by python -m benchmarks.in_backward -->", "<!-- end -->")
+PLACE = place("memory.md", "in_backward")
 
 LAYERS, WIDTH, HEADS, TOKENS, LENGTH = 24, 128, 4, 256, 32
 ROUNDS = 8
@@ -107,11 +104,10 @@ def table() -> str:
         alive, first, later = map(float, told[2:])
         rows.append([title, f"{alive:.2f}", f"{first:.1f} s", f"{later * 1e3:.0f} ms"])
     headers = ["", "gradients alive, in layers", "first step", "later steps"]
-    shown = tabulate(rows, headers=headers, tablefmt="github", disable_numparse=True)
     return (
         f"AdamW on a GPT of {LAYERS} layers, {count} tensors with {total / 1e6:.1f} MB of gradients, on one "
         f"core of a CPU, torch {torch.__version__.partition('+')[0]}. *Gradients alive* is the most at any "
-        f"time of a backward pass; a step is the backward pass and the step.\n\n{shown}"
+        f"time of a backward pass; a step is the backward pass and the step.\n\n{markdown(headers, rows)}"
     )
 
 
@@ -120,4 +116,4 @@ if __name__ == "__main__":
         torch.set_num_threads(1)
         print(*measured(sys.argv[1]))
     else:
-        put_between(PAGE, *MARKS, table())
+        put_between(*PLACE, table())

@@ -31,8 +31,6 @@ from benchmarks.sizes import SIZES, Shapes, elements
 from benchmarks.timing import Clock, Traffic, launches, peak_extra_memory, ratio, rounds
 from collage_fx import explain
 
-__all__ = ["Failure", "Measurements", "Process"]
-
 #: After as many steps nothing is compiled any more.
 STEPS_TO_SETTLE = 4
 #: Beside which every other peer is measured.

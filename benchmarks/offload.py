@@ -12,19 +12,16 @@ import importlib.util
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
-from pathlib import Path
 
 import torch
-from tabulate import tabulate
 from torch import Tensor
 
-from benchmarks.table import put_between
+from benchmarks.table import markdown, place, put_between
 from collage_fx.installation import InstallOptions
 from collage_fx.state import bytes_held
 from collage_fx.wings.offload import Link, Offload
 
-PAGE = Path(__file__).resolve().parent.parent / "docs" / "memory.md"
-MARKS = ("<!-- written by python -m benchmarks.offload -->", "<!-- end -->")
+PLACE = place("memory.md", "offload")
 
 TENSORS, SHAPE, ROUNDS = 64, (1024, 2048), 6
 #: Bytes in a second.
@@ -143,9 +140,9 @@ def table() -> str:
         f"cores, torch {torch.__version__.partition('+')[0]}, in nanoseconds for each parameter. *Step*: all "
         "gradients are there at once. *Left*: what remains to be done when a backward pass of twice that "
         "time has ended. The device holds 2 bytes for each parameter, and a part of the gradients.\n\n"
-        + tabulate(rows, headers=headers, tablefmt="github", disable_numparse=True)
+        + markdown(headers, rows)
     )
 
 
 if __name__ == "__main__":
-    put_between(PAGE, *MARKS, table())
+    put_between(*PLACE, table())

@@ -15,8 +15,6 @@ from benchmarks.by_hand import BETAS, EPS, LR, WEIGHT_DECAY, EagerCollage, Kahan
 from collage_fx import CollageBackend
 from collage_fx.choices import Strategy
 
-__all__ = ["PEERS", "Peer", "Step", "make_gradients", "make_parameters"]
-
 Parameters = list[torch.nn.Parameter]
 Step = Callable[[], Any]
 
@@ -112,11 +110,8 @@ def packaged(module: str, name: str, **how: Any) -> Any:
     return make
 
 
-def deepspeed(parameters: Parameters) -> Step:
-    """Its AdamW for parameters that are offloaded to the host; both moments are float32."""
-    optimizer = importlib.import_module("deepspeed.ops.adam").DeepSpeedCPUAdam
-    step: Step = optimizer(parameters, **OPTIONS, adamw_mode=True).step
-    return step
+#: Its AdamW for parameters that are offloaded to the host; both moments are float32.
+deepspeed = packaged("deepspeed.ops.adam", "DeepSpeedCPUAdam", adamw_mode=True)
 
 
 def heavyball(parameters: Parameters) -> Step:

@@ -9,21 +9,16 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
-from tabulate import tabulate
 from torch.optim import Optimizer
 
 from benchmarks.beyond_fp32 import directed, moved, off
-from benchmarks.table import put_between
+from benchmarks.table import markdown, place, put_between
 from collage_fx import explain
 
-__all__ = ["MARKS", "OPTIMIZERS", "PAGE", "SHAPE", "STEPS", "WAYS", "measured_errors", "predicted"]
-
-PAGE = Path(__file__).resolve().parent.parent / "docs" / "choosing.md"
-MARKS = ("<!-- written by python -m benchmarks.predicted_errors -->", "<!-- end -->")
+PLACE = place("choosing.md", "predicted_errors")
 
 SPREADS, RATES, STEPS, SHAPE = (0.02, 0.1, 0.5, 1.0), (1e-5, 1e-6), 600, (64, 128)
 
@@ -84,8 +79,8 @@ def table() -> str:
     ]
     headers = ["", "`lr`", *(f"N(0, {spread:g})" for spread in SPREADS)]
     about = f"Predicted / measured error after {STEPS} steps, by the size of weights and the learning rate:"
-    return f"{about}\n\n{tabulate(rows, headers=headers, tablefmt='github', disable_numparse=True)}"
+    return f"{about}\n\n{markdown(headers, rows)}"
 
 
 if __name__ == "__main__":
-    put_between(PAGE, *MARKS, table())
+    put_between(*PLACE, table())

@@ -6,8 +6,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import prod
 
-__all__ = ["SIZES", "Shapes", "Size", "elements"]
-
 Shapes = Sequence[tuple[int, ...]]
 
 #: Bytes of device memory per parameter while a peer is measured: gradients in two dtypes (6), `light` and

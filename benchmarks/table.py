@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +12,6 @@ from tabulate import tabulate
 
 from benchmarks.peers import PEERS
 from benchmarks.sizes import SIZES
-
-__all__ = ["BEGIN", "END", "Results", "compile_table", "heading", "put_between", "table", "write_document"]
 
 BEGIN = "<!-- written by ./dev bench -->"
 END = "<!-- end of what ./dev bench writes -->"
@@ -123,6 +121,24 @@ def write_document(document: Path, results: Path) -> None:
         if found.get("compile_times"):
             sections += ["#### Compilation, strategy `plus`", compile_table(found, "github")]
     put_between(document, BEGIN, END, "\n\n".join(sections) or "Nothing has been measured yet.")
+
+
+def markdown(headers: Sequence[str], rows: Iterable[Sequence[object]], texts: int | None = None) -> str:
+    """Return a table in Markdown, with numbers as they are written.
+
+    Args:
+        headers: one for each column.
+        rows: cells.
+        texts: number of columns before those that are aligned to the right; None = all.
+    """
+    align = None if texts is None else ["left"] * texts + ["right"] * (len(headers) - texts)
+    return tabulate(list(rows), headers, tablefmt="github", disable_numparse=True, colalign=align)
+
+
+def place(page: str, module: str) -> tuple[Path, str, str]:
+    """Return a page of docs/ and the marks between which a module writes, for :func:`put_between`."""
+    path = Path(__file__).resolve().parent.parent / "docs" / page
+    return path, f"<!-- written by python -m benchmarks.{module} -->", "<!-- end -->"
 
 
 def put_between(document: Path, begin: str, end: str, text: str) -> None:

@@ -16,8 +16,6 @@ from torch.profiler import DeviceType, ProfilerActivity, profile
 
 from benchmarks.sizes import Shapes, elements
 
-__all__ = ["Clock", "Traffic", "launches", "peak_extra_memory", "ratio", "rounds"]
-
 Step = Callable[[], Any]
 
 

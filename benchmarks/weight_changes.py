@@ -14,23 +14,21 @@ import statistics
 import time
 import warnings
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
-from tabulate import tabulate
 from torch import Tensor
 from torch.nn import Module, Parameter, ParameterList
 from torch.optim import Optimizer
 
 import collage_fx
-from benchmarks.table import put_between
+from benchmarks.table import markdown, place, put_between
 
-PAGE = Path(__file__).resolve().parent.parent / "docs" / "changes.md"
-OF_RUNS, OF_COSTS = (
-    (f"<!-- written by python -m benchmarks.weight_changes {part} -->", f"<!-- end of {part} -->")
+#: Page and marks of each part.
+PLACES = {
+    part: (*place("changes.md", f"weight_changes {part}")[:2], f"<!-- end of {part} -->")
     for part in ("runs", "costs")
-)
+}
 
 OPTIONS: dict[str, dict[str, Any]] = {
     "default, 10 bytes": {},
@@ -216,7 +214,7 @@ def _write_runs(steps: int) -> None:
         rows.append([optimizer, name, f"{steps:,}", events, f"{patches:,}", f"{share:.1%}", wrong])
         print(rows[-1], flush=True)
     head = ["optimizer", "options", "steps", "resumes, foreign writes", "patches", "median share", "wrong"]
-    put_between(PAGE, *OF_RUNS, tabulate(rows, head, tablefmt="github", disable_numparse=True))
+    put_between(*PLACES["runs"], markdown(head, rows))
 
 
 def _write_costs() -> None:
@@ -228,9 +226,8 @@ def _write_costs() -> None:
             rows.append([name, f"{lr:g}", f"{share:.1%}", f"{ratio:.2f}", f"{gain:.1f}"])
             print(rows[-1], flush=True)
     head = ["options", "lr", "changed in a step", "changes / step", "compare / changes"]
-    table = tabulate(rows, head, tablefmt="github", disable_numparse=True)
     where = f"torch {torch.__version__}; threads: {torch.get_num_threads()}"
-    put_between(PAGE, *OF_COSTS, f"{table}\n\n({where}.)")
+    put_between(*PLACES["costs"], f"{markdown(head, rows)}\n\n({where}.)")
 
 
 def main() -> None:

@@ -278,17 +278,17 @@ def test_a_run_that_goes_on_says_when_it_began(tmp_path: Path) -> None:
 
 
 def test_the_comparison_has_the_numbers_of_the_results(tmp_path: Path) -> None:
-    text = comparison.PAGE.read_text()
+    text = comparison.PLACE[0].read_text()
     copy = tmp_path / "comparison.md"
     copy.write_text(text)
-    put_between(copy, *comparison.MARKS, comparison.table())
+    put_between(copy, *comparison.PLACE[1:], comparison.table())
     assert text == copy.read_text(), "python -m benchmarks.comparison writes the table"
     assert all(any(name in line for line in text.splitlines()) for name, *_ in comparison.ROWS)
 
 
 def test_a_size_without_rows_has_no_section() -> None:
     for section in re.split(
-        r"^#### ", (comparison.PAGE.parents[1] / "benchmarks" / "README.md").read_text(), flags=re.MULTILINE
+        r"^#### ", (comparison.ROOT / "benchmarks" / "README.md").read_text(), flags=re.MULTILINE
     )[1:]:
         assert re.search(r"^\|[^-\n]+\|$\n^\|-.*\|$\n^\| \S", section, re.MULTILINE), section[:80]
 
@@ -296,7 +296,8 @@ def test_a_size_without_rows_has_no_section() -> None:
 def test_few_bytes_are_those_of_the_formats(monkeypatch: pytest.MonkeyPatch) -> None:
     """A weight takes 2 bytes, its error term 1, each momentum an integer of 1 and a scale of 1 for 32."""
     momentum = 1 + 1 / 32
-    rows = few_bytes.PAGE.read_text().partition(few_bytes.MARKS[0])[2].splitlines()
+    page, begin, _ = few_bytes.PLACE
+    rows = page.read_text().partition(begin)[2].splitlines()
     shown = {cells[1].strip(): cells[-3].strip() for row in rows if len(cells := row.split("|")) > 9}
     two = {"AdamW", "NAdam", "RMSprop, momentum"}
     for name in few_bytes.OPTIMIZERS:

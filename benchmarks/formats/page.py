@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import math
 import textwrap
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import matplotlib
 from matplotlib.figure import Figure
-from tabulate import tabulate
 
 from benchmarks.formats import asked
 from benchmarks.formats.asked import ASKED, HIGH, LOW, Results, score
 from benchmarks.formats.peers import SOURCES
 from benchmarks.formats.rows import CANDIDATE, OURS, TORCH
+from benchmarks.table import markdown
 
 PEER = "peer, simulated"
 
@@ -150,19 +150,13 @@ def _number(value: float) -> str:
     return f"{value:.2g}" if value < 100 else f"{value:.0e}"
 
 
-def _table(headers: Sequence[str], rows: Iterable[Sequence[str]], texts: int) -> str:
-    """Of which the first columns are texts, and the others numbers."""
-    align = ["left"] * texts + ["right"] * (len(headers) - texts)
-    return tabulate(list(rows), headers, tablefmt="github", disable_numparse=True, colalign=align)
-
-
 def _asked(results: Results) -> str:
     rows = []
     for each in ASKED:
         reached = each.reached(results)
         verdict = "no such row yet" if reached is None else "yes" if reached <= each.most else "**no**"
         rows.append([each.what, f"{each.most:g}", "" if reached is None else _number(reached), verdict])
-    return _table(["figure", "at most", "measured", "reached"], rows, 1)
+    return markdown(["figure", "at most", "measured", "reached"], rows, 1)
 
 
 def undominated(rows: Sequence[dict[str, Any]], trace: str, beta2: int) -> set[str]:
@@ -228,13 +222,13 @@ def _table_of(results: Results, kind: str, beta2: int = HIGH, *, starred: bool =
             line.append(_number(max(row["hard"]["largest_update"][HIGH])))
             line.append(_number(found["second_rms"][beta2]))
         table.append(line)
-    return _table(headers, table, 3)
+    return markdown(headers, table, 3)
 
 
 def _lengths(results: Results) -> str:
     steps = results["lengths"]["steps"]
     rows = [[name, *map(_number, found)] for name, found in results["lengths"].items() if name != "steps"]
-    return _table(["weights", *(f"{each} steps" for each in steps)], rows, 1)
+    return markdown(["weights", *(f"{each} steps" for each in steps)], rows, 1)
 
 
 def picture(results: Results, path: Path) -> None:

@@ -77,13 +77,8 @@ class ErrorInUlps(Encoding):
 class StochasticBFloat16(Encoding):
     """bfloat16, rounded up with a probability of the fraction that is cut off [Zamirai, torchao]."""
 
-    @property
-    def name(self) -> str:
-        return "bfloat16, stochastic"
-
-    @property
-    def bytes(self) -> float:
-        return 2
+    name = "bfloat16, stochastic"
+    bytes = 2
 
     def store(self, value: Tensor, before: State | None) -> State:
         random = torch.randint(0, 1 << 16, value.shape, dtype=torch.int32)
@@ -100,13 +95,8 @@ class Kahan(Encoding):
     Every operation rounds to bfloat16, and weight decay multiplies the weight alone, as in torch-optimi.
     """
 
-    @property
-    def name(self) -> str:
-        return "bfloat16, Kahan sum"
-
-    @property
-    def bytes(self) -> float:
-        return 4
+    name = "bfloat16, Kahan sum"
+    bytes = 4
 
     def store(self, value: Tensor, before: State | None) -> State:
         return value.bfloat16(), torch.zeros_like(value, dtype=torch.bfloat16)
@@ -127,13 +117,8 @@ class Kahan(Encoding):
 class Remainder(Encoding):
     """The two halves of a float32 pattern, the upper one rounded up where the lower one is negative [TE]."""
 
-    @property
-    def name(self) -> str:
-        return "bfloat16 + int16 remainder"
-
-    @property
-    def bytes(self) -> float:
-        return 4
+    name = "bfloat16 + int16 remainder"
+    bytes = 4
 
     def store(self, value: Tensor, before: State | None) -> State:
         bits = value.view(torch.int32)
@@ -158,13 +143,11 @@ class Companded(Encoding):
 
     signed: bool
 
+    bytes = 1 + 2 / 32
+
     @property
     def name(self) -> str:
         return "int8 softsign per 32" if self.signed else "uint8 square root per 32"
-
-    @property
-    def bytes(self) -> float:
-        return 1 + 2 / 32
 
     def store(self, value: Tensor, before: State | None) -> State:
         value = value if self.signed else value.sqrt()
@@ -195,13 +178,8 @@ class DynamicMap(Encoding):
     signed: bool
     least: float = torch.finfo(torch.float32).tiny
 
-    @property
-    def name(self) -> str:
-        return "dynamic 8-bit map per 256"  # signed or not follows from the moment
-
-    @property
-    def bytes(self) -> float:
-        return 1 + 4 / 256
+    name = "dynamic 8-bit map per 256"  # signed or not follows from the moment
+    bytes = 1 + 4 / 256
 
     def store(self, value: Tensor, before: State | None) -> State:
         numbers = dynamic_map(self.signed)
@@ -233,13 +211,8 @@ def dynamic_map(signed: bool) -> Tensor:
 class BlockFloat8(Encoding):
     """e4m3 in units of 1/448 of the largest of 256 elements [torchao]."""
 
-    @property
-    def name(self) -> str:
-        return "e4m3 per 256"
-
-    @property
-    def bytes(self) -> float:
-        return 1 + 4 / 256
+    name = "e4m3 per 256"
+    bytes = 1 + 4 / 256
 
     def store(self, value: Tensor, before: State | None) -> State:
         scale = largest(value, 256).clamp(min=1e-12) / 448

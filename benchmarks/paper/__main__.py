@@ -37,8 +37,6 @@ from benchmarks.paper.page import write_page
 from benchmarks.paper.settings import SIZES, Cell, Plan, full_plan, large_plan, quick_plan
 from benchmarks.paper.training import Record, one_thread, started, train
 
-__all__ = ["Files", "main"]
-
 ROOT = Path(__file__).resolve().parents[2]
 
 

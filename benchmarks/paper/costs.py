@@ -17,8 +17,6 @@ from benchmarks.paper.training import batch_at, recipe_of, text_of
 from benchmarks.peers import PEERS
 from examples.train_gpt import GPT, loss_of
 
-__all__ = ["MASTERS", "measure_costs"]
-
 MASTERS = "bf16 + fp32 master, fused"
 ROUNDS = 15
 

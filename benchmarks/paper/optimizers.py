@@ -16,19 +16,6 @@ from torch import Tensor, nn
 
 from collage_fx.numerics.arithmetic import double_word_constant, grow, multiply_double_words
 
-__all__ = [
-    "EPS",
-    "EagerAdamW",
-    "Kahan",
-    "Kept",
-    "Making",
-    "Master",
-    "Measured",
-    "Pair",
-    "ReleasedProduct",
-    "Stochastic",
-]
-
 EPS = 1e-8
 
 

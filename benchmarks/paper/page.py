@@ -13,7 +13,6 @@ from string import Template
 from typing import Any
 
 from matplotlib.figure import Figure
-from tabulate import tabulate
 
 from benchmarks.paper.costs import MASTERS
 from benchmarks.paper.settings import (
@@ -27,8 +26,7 @@ from benchmarks.paper.settings import (
     Setting,
 )
 from benchmarks.paper.significance import LEVEL, Difference, holm, sign_test, welch
-
-__all__ = ["Runs", "page", "write_page"]
+from benchmarks.table import markdown
 
 Record = dict[str, Any]
 #: Anchor of the section on claims.
@@ -74,11 +72,6 @@ class Runs:
 
 
 # Tables. ----------------------------------------------------------------------------------------------------
-
-
-def _table(headers: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    alignment = ["left", *["right"] * (len(headers) - 1)]
-    return tabulate(rows, headers=headers, tablefmt="github", disable_numparse=True, colalign=alignment)
 
 
 def _spread(values: Iterable[float], digits: int = 4) -> str:
@@ -147,7 +140,7 @@ def main_table(runs: Runs, setting: Setting) -> str:
         "updates lost",
         "v off by",
     )
-    return _table(headers, rows)
+    return markdown(headers, rows, texts=1)
 
 
 def sweep_table(runs: Runs, plan: Plan) -> str:
@@ -158,7 +151,7 @@ def sweep_table(runs: Runs, plan: Plan) -> str:
         for n in names
         if n != BASELINE
     ]
-    return _table(("over D's loss", *(_title(s, plan.main) for s in plan.settings)), rows)
+    return markdown(("over D's loss", *(_title(s, plan.main) for s in plan.settings)), rows, texts=1)
 
 
 def _title(setting: Setting, main: Setting) -> str:
@@ -279,7 +272,8 @@ def claim_table(runs: Runs, plan: Plan) -> str:
         ]
         for claim, p in judged(runs, plan)
     ]
-    return _table(("claim", "settings", "positive", "difference", "95 %", "p, Holm", "found"), rows)
+    headers = ("claim", "settings", "positive", "difference", "95 %", "p, Holm", "found")
+    return markdown(headers, rows, texts=1)
 
 
 def summary(runs: Runs, plan: Plan) -> str:
@@ -319,7 +313,7 @@ def product_table(runs: Runs, plan: Plan) -> str:
                     _signed(runs.gaps(setting, name).values()),
                 ]
             )
-    return _table(("β2", "product", "mean v ÷ exact", "loss", "over D's"), rows)
+    return markdown(("β2", "product", "mean v ÷ exact", "loss", "over D's"), rows, texts=1)
 
 
 def cost_table(runs: Runs) -> str:
@@ -337,7 +331,7 @@ def cost_table(runs: Runs) -> str:
         for row in runs.costs
     ]
     headers = ("optimizer", "bytes", "with gradient", "less than D", "step, ms", "step ÷ D's")
-    return _table(headers, rows)
+    return markdown(headers, rows, texts=1)
 
 
 # Pictures. --------------------------------------------------------------------------------------------------

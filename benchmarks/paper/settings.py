@@ -20,26 +20,6 @@ from benchmarks.paper.optimizers import (
     Stochastic,
 )
 
-__all__ = [
-    "BASELINE",
-    "MAIN",
-    "MASTER_FREE",
-    "OF_THE_PRODUCT",
-    "PAPERS_PRODUCT",
-    "QUICK",
-    "RELEASED",
-    "SETTINGS",
-    "SIZES",
-    "STRATEGIES",
-    "Cell",
-    "Plan",
-    "Setting",
-    "Size",
-    "full_plan",
-    "large_plan",
-    "quick_plan",
-]
-
 
 @dataclass(frozen=True)
 class Strategy:

@@ -9,8 +9,6 @@ from dataclasses import dataclass
 
 import mpmath  # comes with sympy
 
-__all__ = ["LEVEL", "Difference", "holm", "sign_test", "welch"]
-
 LEVEL = 0.05
 
 

@@ -21,8 +21,6 @@ from benchmarks.paper.settings import SIZES, STRATEGIES, Cell, Setting, Start
 from collage_fx import CollageBackend, full_value, load_full_state_dict
 from examples.train_gpt import GPT, Recipe, Text, bytes_per_parameter, loss_of
 
-__all__ = ["Record", "one_thread", "recipe_of", "started", "train"]
-
 Record = dict[str, Any]
 
 WEIGHT_DECAY, CLIP, BETA1 = 0.1, 1.0, 0.9
@@ -146,13 +144,13 @@ def save(value: object, path: Path) -> None:
 class Stepper(Protocol):
     """An optimizer that steps, and what can be said of it."""
 
+    optimizer: Any
+
     def step(self, lr: float, number: int) -> None: ...
     def weights(self) -> list[Tensor]: ...
     def second_moments(self) -> list[Tensor]: ...
     def points(self) -> list[tuple[int, float, float]]: ...  # step, EDQ ratio, share of lost updates
     def bytes_per_parameter(self) -> float: ...
-    def state_dict(self) -> dict[str, Any]: ...
-    def load_state_dict(self, state: dict[str, Any]) -> None: ...
     def load_weights(self, weights: dict[str, Tensor]) -> None: ...
 
 
@@ -189,12 +187,6 @@ class Compiled:
 
     def bytes_per_parameter(self) -> float:
         return bytes_per_parameter(self.optimizer)
-
-    def state_dict(self) -> dict[str, Any]:
-        return self.optimizer.state_dict()
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.optimizer.load_state_dict(state)
 
     def load_weights(self, weights: dict[str, Tensor]) -> None:
         if self.options.get("strategy") == "none":
@@ -233,12 +225,6 @@ class Eager:
     def bytes_per_parameter(self) -> float:
         kept = sum(tensor.nbytes for tensor in self.optimizer.tensors())
         return kept / sum(p.numel() for p in self.parameters)
-
-    def state_dict(self) -> dict[str, Any]:
-        return self.optimizer.state_dict()
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.optimizer.load_state_dict(state)
 
     def load_weights(self, weights: dict[str, Tensor]) -> None:
         self.optimizer.load_weights([weights[name] for name in self.names])
@@ -357,7 +343,7 @@ def _leave(
         "number": number,
         "seconds": seconds,
         "model": model.state_dict(),
-        "optimizer": stepper.state_dict(),
+        "optimizer": stepper.optimizer.state_dict(),
         "points": curves.points,
         "exact": curves.exact,
     }
@@ -368,6 +354,6 @@ def _go_on(path: Path, model: nn.Module, stepper: Stepper, curves: Curves) -> tu
     """Load what was left; how many steps have been taken, and in how many seconds."""
     state = torch.load(path, map_location=next(model.parameters()).device)
     model.load_state_dict(state["model"])
-    stepper.load_state_dict(state["optimizer"])
+    stepper.optimizer.load_state_dict(state["optimizer"])
     curves.points, curves.exact = state["points"], state["exact"]
     return state["number"], state["seconds"]
