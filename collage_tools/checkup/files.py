@@ -20,13 +20,8 @@ from collage_fx.tools import SafetensorsFile
 TORCH_ENDINGS = (".bin", ".pt", ".pth", ".ckpt")
 #: Files of a folder that hold weights, best first; the first pattern with a match is taken.
 IN_A_FOLDER = (
-    "*.safetensors.index.json",
-    "*.bin.index.json",
-    "*.safetensors",
-    "*.bin",
-    "*.pt",
-    "*.pth",
-    "*.ckpt",
+    *("*.safetensors.index.json", "*.bin.index.json", "*.safetensors"),
+    *(f"*{ending}" for ending in TORCH_ENDINGS),
 )
 #: Beginnings of names of files that lie beside weights and hold none.
 NO_WEIGHTS = (

@@ -13,11 +13,19 @@ from tabulate import tabulate
 from torch import Tensor
 
 from collage_fx.numerics import short_name
-from collage_tools.checkup.code_counts import CODES, MAGNITUDES, binades, first_exponent, power_sums, values
+from collage_tools.checkup.code_counts import (
+    CODES,
+    MAGNITUDES,
+    PileUp,
+    binades,
+    first_exponent,
+    power_sums,
+    values,
+)
 from collage_tools.pages import histogram, html_document, html_table
 
 if TYPE_CHECKING:
-    from collage_tools.checkup.verdicts import Checkup, Group, TensorCheck
+    from collage_tools.checkup.verdicts import Checkup, Group
 
 #: Largest width of a line of text, and of the column of names.
 TEXT_WIDTH, NAME_WIDTH = 100, 40
@@ -25,6 +33,10 @@ TEXT_WIDTH, NAME_WIDTH = 100, 40
 BESIDE = 40
 #: Number of bars from one label to the next.
 LABEL_EVERY = 16
+#: Fields of a tensor in JSON.
+TENSOR_FIELDS = (
+    "name shape dtype held entries constant at_constant is_mixed is_trained zeros not_finite stuck moves"
+)
 #: Largest number of powers of two with a histogram.
 MOST_HISTOGRAMS = 6
 
@@ -89,64 +101,30 @@ def _row(group: Group) -> list[str]:
 
 def json_of(found: Checkup) -> str:
     """Write all numbers as JSON, a list item for each tensor."""
+    about = _fields(found, "path earlier verdict is_good reasons findings notes lr weight_decay steps")
+    of_tensors = [_fields(each, TENSOR_FIELDS) for each in found.tensors]
+    groups = [
+        {**_fields(each, "name entries pile_up"), "tensors": len(each.tensors)} for each in found.groups
+    ]
+    moments = [_fields(each, "name dtype decay entries is_stuck") for each in found.second_moments]
     return json.dumps(
-        {
-            "path": found.path,
-            "earlier": found.earlier,
-            "verdict": found.verdict,
-            "is_good": found.is_good,
-            "reasons": found.reasons,
-            "findings": found.findings,
-            "notes": found.notes,
-            "lr": found.lr,
-            "weight_decay": found.weight_decay,
-            "steps": found.steps,
-            "tensors": [_tensor(each) for each in found.tensors],
-            "groups": [_group(each) for each in found.groups],
-            "second_moments": [
-                {
-                    "name": each.name,
-                    "dtype": short_name(each.dtype),
-                    "decay": each.decay,
-                    "entries": each.entries,
-                    "is_stuck": each.is_stuck,
-                }
-                for each in found.second_moments
-            ],
-        },
+        {**about, "tensors": of_tensors, "groups": groups, "second_moments": moments},
         indent=1,
+        default=_as_json,
     )
 
 
-def _tensor(check: TensorCheck) -> dict[str, Any]:
-    moves = check.moves
-    return {
-        "name": check.name,
-        "shape": check.shape,
-        "dtype": short_name(check.dtype),
-        "held": short_name(check.held),
-        "entries": check.entries,
-        "constant": check.constant,
-        "at_constant": check.at_constant,
-        "is_mixed": check.is_mixed,
-        "is_trained": check.is_trained,
-        "zeros": check.zeros,
-        "not_finite": check.not_finite,
-        "stuck": check.stuck,
-        "moves": None if moves is None else vars(moves),
-    }
+def _fields(value: object, names: str) -> dict[str, Any]:
+    return {name: getattr(value, name) for name in names.split()}
 
 
-def _group(group: Group) -> dict[str, Any]:
-    pile_up = group.pile_up
-    return {
-        "name": group.name,
-        "tensors": len(group.tensors),
-        "entries": group.entries,
-        "pile_up": None
-        if pile_up is None
-        else {**vars(pile_up), "factor": pile_up.factor, "is_certain": pile_up.is_certain},
-    }
+def _as_json(value: Any) -> object:
+    """Return a value that JSON has for a dtype, moves or a pile-up."""
+    if isinstance(value, torch.dtype):
+        return short_name(value)
+    if isinstance(value, PileUp):
+        return {**vars(value), "factor": value.factor, "is_certain": value.is_certain}
+    return vars(value)
 
 
 # The page. --------------------------------------------------------------------------------------------------
