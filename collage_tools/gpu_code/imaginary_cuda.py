@@ -38,17 +38,18 @@ import functools
 import importlib.util
 import os
 import re
+import runpy
 import subprocess
 import tempfile
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping
-from types import ModuleType
 from typing import Any
 from unittest import mock
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensor
+from torch._subclasses import fake_tensor
 from torch.fx import Graph, GraphModule, Node
+from torch.fx.node import map_aggregate
 
 from collage_fx.tools import no_kernels_ahead
 
@@ -108,55 +109,38 @@ def to_cuda(gm: GraphModule, *, keep_on_cpu: Collection[str] = ()) -> GraphModul
         new[node] = graph.node_copy(node, new.__getitem__)
     gm = GraphModule(gm, graph)
     inputs = [node for node in graph.nodes if node.op == "placeholder"]
-    modes = {
-        id(n.meta["val"].fake_mode): n.meta["val"].fake_mode for n in inputs if _is_fake(n.meta.get("val"))
-    }
+    values = {node: node.meta.get("val") for node in inputs}
+    modes = {value.fake_mode for value in values.values() if isinstance(value, fake_tensor.FakeTensor)}
     if len(modes) != 1:
         raise ValueError(
             f"the placeholders' meta['val'] must be fake tensors of one mode, not of {len(modes)}"
         )
-    (mode,) = modes.values()
+    (mode,) = modes
     unknown = set(keep_on_cpu) - {n.name for n in inputs}
     if unknown:
         raise ValueError(f"keep_on_cpu names no placeholders: {sorted(unknown)}")
 
-    for node in inputs:
-        value: Any = node.meta.get("val")
-        if _is_fake(value) and node.name not in keep_on_cpu:
+    for node, value in values.items():
+        if isinstance(value, fake_tensor.FakeTensor) and node.name not in keep_on_cpu:
             with mode:
                 node.meta["val"] = torch.empty_strided(
                     value.shape, value.stride(), dtype=value.dtype, device=CUDA
                 )
     for node in gm.graph.nodes:
-        node.args = _moved(node.args)
-        node.kwargs = _moved(node.kwargs)
-        if node.op == "get_attr" and isinstance(getattr(gm, node.target, None), torch.Tensor):
-            constant = getattr(gm, node.target)
-            if constant.dim() > 0 and constant.device.type == "cpu":
-                raise ValueError(
-                    f"{node.name} is a constant of shape {tuple(constant.shape)}: it cannot move to cuda"
-                )
+        node.args, node.kwargs = map_aggregate((node.args, node.kwargs), _moved)
+        constant = getattr(gm, node.target, None) if node.op == "get_attr" else None
+        if isinstance(constant, torch.Tensor) and constant.dim() > 0 and constant.device.type == "cpu":
+            raise ValueError(
+                f"{node.name} is a constant of shape {tuple(constant.shape)}: it cannot move to cuda"
+            )
     gm.recompile()
-    with _without_card_errors():
+    with _fake_cuda():
         FakeTensorProp(gm, mode).propagate_dont_convert_inputs(*(n.meta.get("val") for n in inputs))
     return gm
 
 
-def _is_fake(value: object) -> bool:
-    return isinstance(value, FakeTensor)
-
-
-def _moved(arguments: Any) -> Any:
-    def move(item: Any) -> Any:
-        if isinstance(item, torch.device):
-            return CUDA
-        if isinstance(item, (list, tuple)):
-            return type(item)(move(i) for i in item)
-        if isinstance(item, dict):
-            return {k: move(v) for k, v in item.items()}
-        return item
-
-    return move(arguments)
+def _moved(argument: Any) -> Any:
+    return CUDA if isinstance(argument, torch.device) else argument
 
 
 def _forget_cached_answers() -> None:
@@ -191,13 +175,9 @@ def _forget_cached_answers() -> None:
                 function.cache_clear()
 
 
-@contextlib.contextmanager
-def _without_card_errors() -> Iterator[None]:
-    """Context manager: fake tensors can be created on "cuda" while torch reports a GPU (see the Note)."""
-    from torch._subclasses import fake_tensor
-
-    with mock.patch.object(fake_tensor, "init_gpu_context"):
-        yield
+def _fake_cuda() -> Any:
+    """Return a context manager: fake tensors on "cuda" can be created without a GPU (see the Note)."""
+    return mock.patch.object(fake_tensor, "init_gpu_context")
 
 
 def _target(arch: str) -> Any:
@@ -221,7 +201,7 @@ def imaginary_cuda(arch: str = "sm_90") -> Iterator[None]:
     from torch._inductor.runtime import triton_helpers
 
     props = ARCHITECTURES[arch]
-    cuda, interface = torch.cuda, device_interface.CudaInterface
+    interface = device_interface.CudaInterface
     rng_state = torch.zeros(16, dtype=torch.uint8)
     answers: dict[str, Callable[..., Any]] = {
         "is_available": lambda: True,
@@ -244,30 +224,20 @@ def imaginary_cuda(arch: str = "sm_90") -> Iterator[None]:
 
         return make_backend(_target(f"sm_{props.major}{props.minor}"))
 
-    bound = {
-        "current_device": "current_device",
-        "set_device": "set_device",
-        "device_count": "device_count",
-        "synchronize": "synchronize",
-        "get_device_properties": "get_device_properties",
-        "exchange_device": "_exchange_device",
-        "maybe_exchange_device": "_maybe_exchange_device",
-        "is_bf16_supported": "is_bf16_supported",
-    }
     with contextlib.ExitStack() as stack:
         _forget_cached_answers()
         stack.callback(_forget_cached_answers)
         for name, answer in answers.items():
-            stack.enter_context(mock.patch.object(cuda, name, answer))
-        for name, source in bound.items():
-            stack.enter_context(mock.patch.object(interface, name, staticmethod(answers[source])))
+            stack.enter_context(mock.patch.object(torch.cuda, name, answer))
+            if hasattr(interface, bound := name.removeprefix("_")):
+                stack.enter_context(mock.patch.object(interface, bound, staticmethod(answer)))
         stack.enter_context(mock.patch.object(interface, "get_raw_stream", staticmethod(lambda index: 0)))
         # The workers' view of the devices is a module-level cache; clear it, and restore it on exit.
         for cache in ("caching_worker_device_properties", "caching_worker_current_devices"):
             stack.enter_context(mock.patch.dict(getattr(device_interface, cache), clear=True))
         stack.enter_context(mock.patch.object(torch.utils._triton, "triton_backend", backend))
         stack.enter_context(mock.patch.object(triton_helpers, "set_driver_to_gpu"))
-        stack.enter_context(_without_card_errors())
+        stack.enter_context(_fake_cuda())
         stack.enter_context(torch._inductor.config.patch(compile_threads=1))
         # Generated modules import it, and kernels over tables are compiled ahead of their first launch.
         stack.enter_context(
@@ -301,7 +271,10 @@ def imported_kernel(name: str, source: str, arch: str = "sm_90") -> Iterator[Any
     from torch._inductor.runtime.triton_heuristics import CachingAutotuner
 
     with imaginary_cuda(arch), tempfile.TemporaryDirectory(prefix="collage_fx_") as folder:
-        tuner = getattr(_import_text(source, os.path.join(folder, f"{name}.py")), name)
+        path = os.path.join(folder, f"{name}.py")
+        with open(path, "w") as file:
+            file.write(source)
+        tuner = runpy.run_path(path, run_name=name)[name]
         assert isinstance(tuner, CachingAutotuner)
         yield tuner
 
@@ -365,14 +338,3 @@ def _of_amd(stages: Mapping[str, Any]) -> MachineCode:
     return MachineCode(
         told("vgpr_count") + told("agpr_count"), told("private_segment_fixed_size"), accesses, stages
     )
-
-
-def _import_text(text: str, path: str) -> ModuleType:
-    with open(path, "w") as file:
-        file.write(text)
-    spec = importlib.util.spec_from_file_location(os.path.basename(path).removesuffix(".py"), path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
