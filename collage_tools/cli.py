@@ -18,7 +18,7 @@ import platform
 import re
 import subprocess
 import sys
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, fields
 from functools import partial
 from pathlib import Path
@@ -155,11 +155,15 @@ class _Parser(argparse.ArgumentParser):
         raise UsageError(f"{message}\n{self.format_usage().rstrip()}")
 
 
-def _choice(names: Collection[str], registered: Callable[[], Iterable[str]] = tuple) -> Callable[[str], str]:
-    """Return an argparse type for an option whose values are names, also names that plug-ins register."""
+def _choice(names: Collection[str], registry: str = "") -> Callable[[str], str]:
+    """Return an argparse type for an option whose values are names, also names in a registry of formats.
+
+    The registry has no names before something has imported it.
+    """
 
     def check(value: str) -> str:
-        known = list(dict.fromkeys([*names, *registered()]))
+        registered = getattr(sys.modules.get("collage_fx.numerics"), registry, ())
+        known = list(dict.fromkeys([*names, *registered]))
         if value not in known:
             raise argparse.ArgumentTypeError(f"{value!r} is not allowed; {did_you_mean(value, known)}")
         return value
@@ -183,11 +187,6 @@ def _file(text: str) -> Path:
 
 
 # explain ----------------------------------------------------------------------------------------------------
-
-
-def _registered(registry: str) -> Callable[[], Iterable[str]]:
-    """Return a function of the names in a registry of formats: none before something has imported it."""
-    return lambda: getattr(sys.modules.get("collage_fx.numerics"), registry, ())
 
 
 def _add_optimizer(
@@ -230,9 +229,9 @@ def _add_optimizer_options(parser: argparse.ArgumentParser) -> None:
         help="shape of a parameter; may be repeated (64,64 and 64)",
     )
     for option in OPTIONS:
-        names, registry = names_of(option.name), option.metadata["registry"]
+        names = names_of(option.name)
         default = option.default if isinstance(option.default, str) else "the backend's"
-        choice = _choice(names, *([_registered(registry)] if registry else ()))
+        choice = _choice(names, option.metadata["registry"])
         kind = _number_or(choice) if "float" in str(option.type) else choice
         values = f": {', '.join(names)} ({default})" if names else ""
         add(
@@ -255,11 +254,7 @@ def _add_explain_options(parser: argparse.ArgumentParser) -> None:
     add("--code", type=_choice(("triton",)), help="print code for a GPU, which need not be present: triton")
     architectures = get_args(Architecture)
     known = ", ".join(architectures)
-    add(
-        "--arch",
-        type=_choice(architectures),
-        help=f"GPU architecture for --code: {known} (sm_90)",
-    )
+    add("--arch", type=_choice(architectures), help=f"GPU architecture for --code: {known} (sm_90)")
 
 
 def _check_explain(options: argparse.Namespace) -> None:
@@ -280,10 +275,10 @@ def _explain(options: argparse.Namespace, _: list[str]) -> int:
         code = gpu_code(optimizer, arch=options.arch or "sm_90", **choices) if options.code else None
         if code is not None:
             report = code.report
+        elif options.kernels:
+            report = _compiled(optimizer, choices)
         else:
-            report = (
-                _compiled(optimizer, choices) if options.kernels else collage_fx.explain(optimizer, **choices)
-            )
+            report = collage_fx.explain(optimizer, **choices)
     print(report.to_markdown(full=options.full) if options.markdown else report.to_text(full=options.full))
     if options.why:
         print(f"\n{report.why()}")
