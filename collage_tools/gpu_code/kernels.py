@@ -60,11 +60,11 @@ class GpuKernel:
     source: str
     tensors: int
     launches: int
-    bytes_per_parameter: float
-    accesses: tuple[float, ...]
-    registers: int
-    spilled: int
-    wide_accesses: int
+    bytes_per_parameter: float = 0.0
+    accesses: tuple[float, ...] = ()
+    registers: int = 0
+    spilled: int = 0
+    wide_accesses: int = 0
     reason: str = ""
     instructions: Mapping[str, float] = field(default_factory=dict)
     issue: float = 0.0
@@ -191,7 +191,7 @@ def _on_cuda(gm: GraphModule) -> GraphModule:
 def _kernel(found: DeviceLaunch, elements: int, arch: str) -> GpuKernel:
     """Return the kernel of a launch for all tensors, or of separate calls for each tensor."""
     if not found.name:
-        return GpuKernel("", "", found.tensors, found.launches, 0.0, (), 0, 0, 0, found.reason)
+        return GpuKernel("", "", found.tensors, found.launches, reason=found.reason)
     code = machine_code(found.name, found.source, arch)
     moved = sum(found.accesses) * found.units / elements
     pipes, issue, memory = dict[str, float](), 0.0, 0.0

@@ -62,6 +62,15 @@ def test_what_is_called_for_each_tensor_says_why() -> None:
     assert all("neither elementwise" in kernel.reason for kernel in each)
     assert "For each tensor, because" in found.to_table()
     assert all(kernel.launches % kernel.tensors == 0 for kernel in each)
+    for kernel in each:  # Inductor's own code is not compiled here
+        facts = (
+            kernel.bytes_per_parameter,
+            kernel.registers,
+            kernel.spilled,
+            kernel.wide_accesses,
+            kernel.ratio,
+        )
+        assert not any(facts), facts
 
 
 @needs_triton

@@ -209,6 +209,14 @@ def test_attention_keeps_no_squares_with_dropout_either() -> None:
     assert peaks[0] == peaks[1]
 
 
+def test_activations_are_linear_in_the_length_of_a_sequence() -> None:
+    """A causal model of transformers is asked for no mask, which would be the square of the length."""
+    source = source_of("gpt_neox")
+    model = meta_model(source, torch.bfloat16)
+    short, middle, long = (peak(source, model, [], 1, sequence) for sequence in (64, 128, 192))
+    assert long - middle == middle - short
+
+
 def test_frozen_parameters_have_neither_gradients_nor_state() -> None:
     source = source_of("file")
 
