@@ -17,12 +17,11 @@ from collage_fx.choices import did_you_mean
 from collage_fx.errors import InvalidOptionError
 
 
+@dataclass(eq=False)
 class Replaced(TorchFunctionMode):
     """Context manager: other functions run in place of some of torch's."""
 
-    def __init__(self, others: Mapping[Any, Callable[..., Any]]) -> None:
-        super().__init__()
-        self.others = others
+    others: Mapping[Any, Callable[..., Any]]
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run a function, or the function in its place."""

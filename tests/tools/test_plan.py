@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import json
+import math
 import re
 import subprocess
 import sys
@@ -15,12 +16,13 @@ from xml.dom import minidom
 
 import pytest
 import torch
+from torch import nn
 
 import collage_fx
 from benchmarks.timing import peak_extra_memory
 from collage_tools.cli import main
-from collage_tools.plan import Plan, from_file, from_hf, json_of, shortage_of
-from collage_tools.plan.activations import meta_model, peak, repeated_layers
+from collage_tools.plan import Plan, from_file, from_hf, json_of, page_of, shortage_of
+from collage_tools.plan.activations import Allocations, meta_model, peak, repeated_layers
 from collage_tools.plan.sources import Source
 from tests.support.processes import environment
 
@@ -65,6 +67,8 @@ NEOX = {
 
 #: Tokens of a sequence of each model.
 TOKENS = {"llama": 128, "gpt_neox": 128, "file": 48}
+#: Kinds of memory on one GPU.
+KINDS = ("parameters", "gradients", "state", "activations")
 #: Micro-batch of the peaks.
 MICRO_BATCH = 3
 
@@ -200,6 +204,25 @@ def test_the_largest_micro_batch_fits_and_the_next_does_not() -> None:
     assert most[0] < most[1]
 
 
+def test_the_largest_micro_batch_fits_where_a_larger_one_has_its_peak_elsewhere() -> None:
+    """A gradient of 2 MB while little else is kept, or the activations of all layers: which is more?"""
+
+    def make() -> nn.Module:
+        return nn.Sequential(nn.Linear(1024, 1024), nn.Linear(1024, 8), *(nn.GELU() for _ in range(300)))
+
+    def loss(model: nn.Module, micro_batch: int, sequence: int) -> torch.Tensor:
+        return model(torch.zeros(micro_batch, sequence, 1024, dtype=torch.bfloat16)).float().sum()
+
+    source = Source("wide", make, loss)
+    found = Plan(source, sgd, gpu=0.05, reserve=0, sequence=16)
+    largest = int(found.table(False)["default"]["largest micro-batch"])
+    model = meta_model(source, torch.bfloat16)
+    two = peak(source, model, [], 2, 16) - found.activations[False].first
+    at_largest = peak(source, model, [], largest, 16)
+    assert at_largest > found.activations[False].first + 2 * two * (largest - 1), "the peak is elsewhere"
+    assert found.total("default") + at_largest <= 50_000_000
+
+
 def test_attention_keeps_no_squares_with_dropout_either() -> None:
     pytest.importorskip("transformers", reason="pip install 'collage-fx[trainers]'")
     peaks = []
@@ -215,6 +238,38 @@ def test_activations_are_linear_in_the_length_of_a_sequence() -> None:
     model = meta_model(source, torch.bfloat16)
     short, middle, long = (peak(source, model, [], 1, sequence) for sequence in (64, 128, 192))
     assert long - middle == middle - short
+
+
+def test_a_checkpointed_layer_keeps_its_input_alone() -> None:
+    pytest.importorskip("transformers", reason="pip install 'collage-fx[trainers]'")
+    peaks = []
+    for layers in (3, 5):
+        source = from_hf("llama", {**LLAMA, "num_hidden_layers": layers})
+        model = meta_model(source, torch.bfloat16)
+        peaks.append(peak(source, model, repeated_layers(model), MICRO_BATCH, 128))
+    assert peaks[1] - peaks[0] == 2 * MICRO_BATCH * 128 * LLAMA["hidden_size"] * torch.bfloat16.itemsize
+
+
+def test_storages_count_as_long_as_they_are_there() -> None:
+    known = torch.empty(1000, device="meta")
+    with Allocations([known]) as found:
+        first = torch.empty(100, device="meta")
+        second = known[:10] + first[:10].view(2, 5).flatten()
+        assert (found.now, found.peak) == (400 + 40, 400 + 40)
+        del first
+        assert (found.now, found.peak) == (40, 440)
+        del second
+        torch.ones(50, device="meta").split(25)
+    assert (found.now, found.peak) == (0, 440)
+
+
+def test_layers_that_repeat_are_those_of_the_outermost_list_of_one_class() -> None:
+    layer = [nn.Linear(4, 4) for _ in range(4)]
+    of_one = nn.Sequential(nn.Sequential(*layer[:2]))
+    without_weights = nn.ModuleList([nn.Dropout(), nn.Dropout()])
+    pair = nn.ModuleDict({"up": layer[2], "down": layer[3]})  # no list
+    model = nn.Sequential(of_one, without_weights, nn.ModuleList([nn.Embedding(2, 4), pair]))
+    assert repeated_layers(model) == layer[:2]
 
 
 def test_frozen_parameters_have_neither_gradients_nor_state() -> None:
@@ -253,6 +308,28 @@ def test_json_has_all_columns() -> None:
         assert all(row["tokens in flight"] == 48 * row["largest micro-batch"] > 0 for row in rows.values())
 
 
+def test_the_page_has_a_bar_for_each_budget_as_wide_as_its_memory() -> None:
+    """A GPU of 10 MB is as wide as the page."""
+    plan = plan_of("file", adamw)
+    page = page_of(plan)
+    sizes = [row[kind] for each in (False, True) for row in plan.table(each).values() for kind in KINDS]
+    widths = [float(width) for width in re.findall(r" style='width: ([\d.]+)%", page)]
+    assert widths == pytest.approx([size / 100_000 for size in sizes], abs=0.0051)
+    assert page.count("linear-gradient(#000, #000) 100.00%") == 2 * len(plan.budgets)
+    beside = re.findall(r'<tr><td>([\w. ]+?) *</td><td style="text-align: right;">', page)
+    assert beside == [*plan.budgets] * 2
+
+
+def test_a_shortage_is_what_a_larger_gpu_would_have_to_have() -> None:
+    found = copy.copy(plan_of("file", adamw))
+    found.usable = 600_000
+    told = re.search(r"([\d.]+) GB more are needed", shortage_of(found))
+    assert told
+    for part, fits in ((0.98, False), (1.02, True)):
+        found.usable = 600_000 + int(part * float(told[1]) * 1e9)
+        assert (shortage_of(found) == "") == fits
+
+
 def test_a_gpu_that_is_too_small_says_by_how_much_and_how_many_are_enough(
     command: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
@@ -275,6 +352,59 @@ def test_no_sharding_is_proposed_where_whole_layers_are_too_large() -> None:
     found = copy.copy(plan_of("llama"))
     found.usable = found.whole
     assert shortage_of(found).endswith("--fsdp alone is not enough: take a larger GPU or shorter sequences")
+
+
+@pytest.mark.parametrize("logits", [True, False])
+def test_a_model_of_tokens_needs_no_loss(logits: bool, tmp_path: Path) -> None:
+    """Of logits that are equal, the cross entropy is the logarithm of their number."""
+    path = tmp_path / "tokens.py"
+    end = "return x" if logits else "return x.sum() + 7"
+    path.write_text(f"""
+import torch
+class Model(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.words = torch.nn.Embedding(5, 32)
+        torch.nn.init.zeros_(self.words.weight)
+    def forward(self, tokens):
+        x = self.words(tokens)
+        assert x.shape == (2, 8, 32)
+        {end}
+model = Model
+""")
+    source = from_file(path)
+    assert float(source.loss(source.make(), 2, 8)) == pytest.approx(math.log(32) if logits else 7)
+
+
+def test_a_file_imports_its_neighbours_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.delitem(sys.modules, "colorsys", raising=False)
+    (tmp_path / "colorsys.py").write_text("WIDTH = 3")  # Python has a module of this name
+    (tmp_path / "blocks.py").write_text(
+        "import colorsys, torch\ndef model(): return torch.nn.Linear(colorsys.WIDTH, 1)"
+    )
+    try:
+        made = from_file(tmp_path / "blocks.py").make()
+    finally:
+        sys.modules.pop("colorsys", None)
+    assert isinstance(made, nn.Linear)
+    assert made.in_features == 3
+
+
+@pytest.mark.parametrize(
+    ("command", "told"),
+    [
+        ("blocks.py --seq 8", "the following arguments are required: --gpu"),
+        ("blocks.py --gpu 8", "the following arguments are required: --seq"),
+        ("blocks.py --seq 8 --gpu 0", "--gpu takes a positive number of GB"),
+        ("blocks.py --seq 8 --gpu 8 --reserve 1", "--reserve a share from 0 to below 1"),
+        ("blocks.py --seq 8 --gpu 8 --reserve=-0.1", "--reserve a share from 0 to below 1"),
+        ("blocks.py --seq 8 --gpu 8 --checkpointing no", "'no' is not allowed"),
+    ],
+)
+def test_what_a_plan_needs_is_said(command: str, told: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", *command.split()]) == 2
+    assert told in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
