@@ -364,7 +364,6 @@ class _Counter:
         zeros = int(of_magnitudes[0])
         finite = int(of_magnitudes[values(dtype)[:MAGNITUDES].isfinite()].sum())
         constant, at_constant = _constant(counts, dtype)
-        trained = False
         has_left = sums = None
         if is_vector(shape):
             if constant and _is_mixed(counts, dtype, constant, at_constant):
@@ -533,10 +532,10 @@ def _powers(found: PileUp) -> str:
 
 def _mixture_reasons(checks: list[TensorCheck]) -> list[str]:
     # Rounding keeps other entries in each vector; the same in several are a mask, as of pruned channels.
-    found = [each for each in checks if each.is_mixed]
-    pairs = [pair for pair in combinations(found, 2) if _have_one_mask(*pair)]
-    masked = {id(each) for pair in pairs for each in pair}
-    mixed = [each for each in found if id(each) not in masked]
+    left = {each.name: each.has_left for each in checks if each.has_left is not None}
+    pairs = [pair for pair in combinations(left, 2) if _are_one_mask(*(left[name] for name in pair))]
+    masked = {name for pair in pairs for name in pair}
+    mixed = [each for each in checks if each.is_mixed and each.name not in masked]
     if len(mixed) < FEWEST_VECTORS:
         return []
     share = sum(each.at_constant for each in mixed) / sum(each.entries for each in mixed)
@@ -547,11 +546,9 @@ def _mixture_reasons(checks: list[TensorCheck]) -> list[str]:
     ]
 
 
-def _have_one_mask(one: TensorCheck, other: TensorCheck) -> bool:
-    """Return whether nearly the same entries of two mixed vectors have left the constant."""
-    if one.has_left is None or other.has_left is None or one.shape != other.shape:
-        return False
-    return int((one.has_left & other.has_left).sum()) > ONE_MASK * int((one.has_left | other.has_left).sum())
+def _are_one_mask(one: Tensor, other: Tensor) -> bool:
+    """Return whether two masks of entries have one length and are nearly the same."""
+    return one.shape == other.shape and int((one & other).sum()) > ONE_MASK * int((one | other).sum())
 
 
 def _move_reasons(checks: list[TensorCheck]) -> list[str]:

@@ -141,6 +141,8 @@ def test_a_mixture_in_norms_is_evidence(tmp_path: Path) -> None:
     found = checkup(saved(norms(*mixed), tmp_path / "mixed.pt"))
     assert found.verdict == ROUNDED_AWAY
     assert found.reasons[0].startswith(f"{at_constant:.0%} of layers.*.q_norm.weight are exactly 1, ")
+    lengths = saved(norms(mixed[0], mixed[1][:240]), tmp_path / "lengths.pt")
+    assert checkup(lengths).verdict == ROUNDED_AWAY
     assert checkup(saved(norms(*spread), tmp_path / "spread.pt")).verdict == NO_SIGN
     near = 1 + 0.002 * torch.randn(2, 256)  # masters that have moved little: most of them round to 1
     assert (near.bfloat16() == 1).float().mean() > 0.7
@@ -520,6 +522,16 @@ def test_the_command(plain: tuple[Path, Path], tmp_path: Path, capsys: pytest.Ca
     moved = {each["name"]: each["moves"]["moved"] for each in found["tensors"]}
     before, after = torch.load(start), torch.load(end)
     assert moved == {name: int((before[name] != after[name]).sum()) for name in before}
+    assert (
+        {each["dtype"] for each in found["tensors"]}
+        == {each["held"] for each in found["tensors"]}
+        == {"bf16"}
+    )
+    (matrices,) = (each for each in found["groups"] if each["name"] == "layers.*.weight")
+    assert (matrices["tensors"], matrices["entries"]) == (2, 384 * 256)
+    pile_up = matrices["pile_up"]
+    assert pile_up["is_certain"]
+    assert pile_up["factor"] == pile_up["observed"] / pile_up["expected"] > 1.1
 
 
 @pytest.mark.parametrize(
