@@ -15,7 +15,6 @@ import math
 import statistics
 import timeit
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MethodType
@@ -27,17 +26,7 @@ from torch import Tensor, nn
 from benchmarks.table import markdown, place, put_between
 from benchmarks.timing import peak_extra_memory
 from collage_fx import assign, full_precision_forward, install
-from examples.train_gpt import (
-    GPT,
-    VOCABULARY,
-    ProductsInFloat32,
-    Recipe,
-    Text,
-    batches,
-    bfloat16_products_are_slow,
-    loss_of,
-    validate,
-)
+from examples.train_gpt import GPT, VOCABULARY, Recipe, Text, batches, loss_of, validate
 
 PLACE = place("full-precision.md", "full_precision")
 COSTS = ("<!-- written by python -m benchmarks.full_precision --costs -->", "<!-- end of costs -->")
@@ -51,12 +40,8 @@ class HeadedGPT(GPT):
         self.head = nn.Linear(recipe.width, VOCABULARY, bias=False)
         self.head.weight = self.bytes.weight
 
-    def forward(self, text: Tensor) -> Tensor:
-        with ProductsInFloat32() if bfloat16_products_are_slow(text.device.type) else nullcontext():
-            x = self.bytes(text) + self.positions
-            for block in self.blocks:
-                x = block(x, self.mask)
-            return self.head(self.norm(x))
+    def logits(self, x: Tensor) -> Tensor:
+        return self.head(x)
 
 
 def norms_of(model: HeadedGPT) -> list[nn.Module]:

@@ -56,7 +56,7 @@ import time
 import timeit
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -241,11 +241,14 @@ class GPT(nn.Module):
                 nn.init.normal_(parameter, std=0.02 / math.sqrt(2 * recipe.layers) if residual else 0.02)
 
     def forward(self, text: Tensor) -> Tensor:
-        with ProductsInFloat32() if bfloat16_products_are_slow(text.device.type) else nullcontext():
+        with fast_products(text.device.type):
             x = self.bytes(text) + self.positions
             for block in self.blocks:
                 x = block(x, self.mask)
-            return F.linear(self.norm(x), self.bytes.weight)
+            return self.logits(self.norm(x))
+
+    def logits(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.bytes.weight)
 
 
 class ProductsInFloat32(TorchFunctionMode):
@@ -277,6 +280,11 @@ def bfloat16_products_are_slow(device: str) -> bool:
     return seconds(torch.bfloat16) > seconds(torch.float32)
 
 
+def fast_products(device: str) -> AbstractContextManager[Any]:
+    """Context manager: matrix products in the faster of both ways."""
+    return ProductsInFloat32() if bfloat16_products_are_slow(device) else nullcontext()
+
+
 def loss_of(model: nn.Module, text: Tensor, following: Tensor) -> Tensor:
     """Cross-entropy in nats per byte, of bfloat16 logits; the sum alone is float32, as is customary."""
     return F.cross_entropy(model(text).float().flatten(0, 1), following.flatten())
@@ -285,9 +293,9 @@ def loss_of(model: nn.Module, text: Tensor, following: Tensor) -> Tensor:
 # What the optimizer should have done, and what it did. ------------------------------------------------------
 
 
-def gradient_of(parameter: Tensor) -> Tensor:
-    assert parameter.grad is not None
-    return parameter.grad.double()
+def gradient_of(tensor: Tensor) -> Tensor:
+    assert tensor.grad is not None
+    return tensor.grad
 
 
 PARTS = {
@@ -317,7 +325,7 @@ class ExactSecondMoments:
 
     def follow(self) -> None:
         for parameter, value in self.values.items():
-            gradient = gradient_of(parameter)
+            gradient = gradient_of(parameter).double()
             value.mul_(self.beta2).addcmul_(gradient, gradient, value=1 - self.beta2)
 
     def mean_error(self) -> float:

@@ -42,7 +42,6 @@ import itertools
 import math
 import statistics
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -59,11 +58,11 @@ from collage_fx import full_value, install
 from examples.train_gpt import (
     QUICK,
     VOCABULARY,
-    ProductsInFloat32,
     Recipe,
     Text,
     batches,
-    bfloat16_products_are_slow,
+    fast_products,
+    gradient_of,
     validate,
 )
 
@@ -127,7 +126,7 @@ class Decoder(nn.Module):
         self.layers = layers
 
     def forward(self, text: Tensor) -> Tensor:
-        with ProductsInFloat32() if bfloat16_products_are_slow(text.device.type) else nullcontext():
+        with fast_products(text.device.type):
             logits: Tensor = self.layers(text)
             return logits
 
@@ -315,11 +314,6 @@ def numbers_of_a_pass(
         "their gradients": [gradient_of(output) for output in outputs],
         "gradients of weights": [gradient_of(weight) for weight in model.parameters()],
     }
-
-
-def gradient_of(tensor: Tensor) -> Tensor:
-    assert tensor.grad is not None
-    return tensor.grad
 
 
 def fates(run: Run, recipe: Recipe, text: Text) -> dict[str, Fate]:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor, nn
 
-from examples.train_gpt import GPT, Recipe, Text, batches, loss_of
+from examples.train_gpt import GPT, Recipe, Text, batches, gradient_of, loss_of
 
 
 @dataclass(frozen=True)
@@ -117,21 +117,16 @@ def recorded_trace(recipe: Recipe, progress: Callable[[str], None]) -> Trace:
         loss = loss_tensor.item()
         nn.utils.clip_grad_norm_(parameters, recipe.clip)
         gradients.append(
-            torch.stack([_gradient(p).flatten()[at : at + LENGTH].clone() for p, at in names.values()])
+            torch.stack([gradient_of(p).flatten()[at : at + LENGTH].clone() for p, at in names.values()])
         )
         optimizer.param_groups[0]["lr"] = recipe.lr(step)
         for parameter, master in zip(parameters, masters, strict=True):
-            master.grad = _gradient(parameter).float()
+            master.grad = gradient_of(parameter).float()
         optimizer.step()
         with torch.no_grad():
             for parameter, master in zip(parameters, masters, strict=True):
                 parameter.copy_(master)
     return Trace(torch.stack(gradients)[:, None], tuple(names), ("recorded",))
-
-
-def _gradient(parameter: nn.Parameter) -> Tensor:
-    assert parameter.grad is not None
-    return parameter.grad
 
 
 # For lengths. -----------------------------------------------------------------------------------------------
