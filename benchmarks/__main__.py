@@ -27,7 +27,7 @@ from benchmarks.count import count_instructions
 from benchmarks.measure import OURS, Failure, Process
 from benchmarks.peers import PEERS, Peer
 from benchmarks.sizes import SIZES
-from benchmarks.table import MEASURED, Results, compile_table, heading, table, write_document
+from benchmarks.table import MEASURED, Results, compile_table, heading, table, write_document, write_whole
 
 HERE = Path(__file__).parent
 
@@ -216,7 +216,7 @@ class Run:
                 self.process.stop()
 
     def _ask(self, request: str, *arguments: Any, limit: float) -> Any:
-        return _ask(self.process, self, request, *arguments, limit=limit)
+        return _ask(self.process, self.size, self.device, self.effort, request, *arguments, limit=limit)
 
     def _cache(self, peer: Peer) -> str:
         return str(self.caches / re.sub(r"\W+", "_", peer.base))
@@ -235,17 +235,14 @@ class Run:
         return max(1, jobs)
 
     def _try(self, peer: Peer) -> float | str:
-        process, started = Process(), time.monotonic()
+        started = time.monotonic()
         try:
-            _ask(process, self, "parameters", limit=120)
-            budget = self.effort.compile_budget
-            _, settled = _ask(process, self, "build", peer.name, self._cache(peer), limit=budget)
+            built = _alone(self.size, self.device, self.effort, "build", peer.name, self._cache(peer))
         except Failure as failure:
             return str(failure).replace("not done", "not compiled")
         finally:
-            process.stop()
             say(f"size {self.size}: compiled {peer.name} in {time.monotonic() - started:.0f} s, or tried to")
-        return float(settled)
+        return float(built[1])
 
     def _row(self, peer: Peer) -> dict[str, Any]:
         row: dict[str, Any] = {"size": self.size, "peer": peer.name, "bytes": peer.bytes}
@@ -285,9 +282,11 @@ class Run:
         say(f"size {self.size}: {peer.name}: {time_}")
 
 
-def _ask(process: Process, run: Run, request: str, *arguments: Any, limit: float) -> Any:
-    process.ask("open", run.size, run.device, time_limit=run.effort.limit(120))
-    return process.ask(request, *arguments, time_limit=run.effort.limit(limit))
+def _ask(
+    process: Process, size: str, device: str, effort: Effort, request: str, *arguments: Any, limit: float
+) -> Any:
+    process.ask("open", size, device, time_limit=effort.limit(120))
+    return process.ask(request, *arguments, time_limit=effort.limit(limit))
 
 
 # Compilation. -----------------------------------------------------------------------------------------------
@@ -320,8 +319,7 @@ def _alone(size: str, device: str, effort: Effort, request: str, *arguments: Any
     """The answer of a process of its own."""
     process = Process()
     try:
-        process.ask("open", size, device, time_limit=effort.limit(120))
-        return process.ask(request, *arguments, time_limit=effort.limit(effort.compile_budget))
+        return _ask(process, size, device, effort, request, *arguments, limit=effort.compile_budget)
     finally:
         process.stop()
 
@@ -334,11 +332,7 @@ def say(text: str) -> None:
 
 
 def save(path: Path, results: Results) -> None:
-    """Write the file whole or not at all."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_suffix(".partial")
-    partial.write_text(json.dumps(results, indent=1) + "\n")
-    partial.replace(path)
+    write_whole(path, json.dumps(results, indent=1) + "\n")
 
 
 def count(results: Results, peers: Sequence[Peer], limit: float) -> None:

@@ -30,7 +30,7 @@ from torch import Tensor, nn
 
 from benchmarks.__main__ import machine, say
 from benchmarks.formats.__main__ import written
-from benchmarks.table import Results, put_between
+from benchmarks.table import Results, put_between, write_whole
 from collage_fx import CollageBackend, full_value
 from examples.train_gpt import GPT, Recipe, Text, batches, loss_of, validate
 
@@ -233,8 +233,7 @@ def main(argv: Sequence[str]) -> int:
     text = written(measure(QUICK if options.quick else RECIPE)) + "\n"
     results: Results = json.loads(text)
     if options.results:
-        options.results.parent.mkdir(parents=True, exist_ok=True)
-        options.results.write_text(text)
+        write_whole(options.results, text)
     if options.document:
         put_between(options.document, BEGIN, END, report(results, "github"))
     say(report(results, "simple"))

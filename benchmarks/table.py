@@ -135,6 +135,14 @@ def markdown(headers: Sequence[str], rows: Iterable[Sequence[object]], texts: in
     return tabulate(list(rows), headers, tablefmt="github", disable_numparse=True, colalign=align)
 
 
+def write_whole(path: Path, text: str) -> None:
+    """Write a file whole or not at all, in a folder that need not be there."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_suffix(".partial")
+    partial.write_text(text)
+    partial.replace(path)
+
+
 def place(page: str, module: str) -> tuple[Path, str, str]:
     """Return a page of docs/ and the marks between which a module writes, for :func:`put_between`."""
     path = Path(__file__).resolve().parent.parent / "docs" / page

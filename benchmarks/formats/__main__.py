@@ -34,6 +34,7 @@ from benchmarks.formats.replay import (
 )
 from benchmarks.formats.rows import LENGTHS, MOMENTS, STATES, WEIGHTS, Row
 from benchmarks.formats.traces import QUICK_RECIPE, RECIPE, Trace, hard_trace, recorded_trace
+from benchmarks.table import write_whole
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -127,8 +128,7 @@ def main(argv: Sequence[str]) -> int:
     text = written(measure(options.quick, say)) + "\n"
     results: Results = json.loads(text)
     if options.results:
-        options.results.parent.mkdir(parents=True, exist_ok=True)
-        options.results.write_text(text)
+        write_whole(options.results, text)
     if options.page:
         drawn = options.page.with_suffix(".svg")
         picture(results, drawn)

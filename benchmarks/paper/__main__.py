@@ -36,6 +36,7 @@ from benchmarks.paper.costs import measure_costs
 from benchmarks.paper.page import write_page
 from benchmarks.paper.settings import SIZES, Cell, Plan, full_plan, large_plan, quick_plan
 from benchmarks.paper.training import Record, one_thread, started, train
+from benchmarks.table import write_whole
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -71,11 +72,8 @@ class Files:
 
 
 def write_results(path: Path, runs: Sequence[Record]) -> None:
-    """A line for each, numbers with six digits; as a whole or not at all."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    half = path.with_suffix(".half")
-    half.write_text(written({"runs": runs}, digits=6) + "\n")
-    half.replace(path)
+    """A line for each, numbers with six digits."""
+    write_whole(path, written({"runs": runs}, digits=6) + "\n")
 
 
 def run_cells(
