@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import functools
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -196,10 +196,9 @@ def pile_ups(sums: Tensor, dtype: torch.dtype) -> list[PileUp]:
     at, below, above, compared, compared_expected = sums
     is_even = (compared <= UNEVEN * compared_expected.clamp(min=1)) & (below > 0) & (above > 0)
     is_inside = ((above * EDGE >= below) & (below * EDGE >= above) & is_even).tolist()
-    expected = (0.75 * torch.maximum(below, above)).tolist()
-    variance = (
-        0.75**2 * torch.maximum(below, above) / width
-    ).tolist()  # of means of 2 * width and width codes
+    density = torch.maximum(below, above)
+    expected = (0.75 * density).tolist()
+    variance = (0.75**2 * density / width).tolist()  # of means of 2 * width and width codes
     uneven = (compared / compared_expected.clamp(min=1)).clamp(min=1).tolist()
     observed = at.tolist()
     least = max(LEAST_EXPECTED, max(expected) / EDGE)  # the slope is steep in the tails
@@ -320,13 +319,12 @@ def moves(table: Tensor, precision: int) -> Moves:
     is_judged = (exponents > last) & (entries >= FEWEST_IN_BINADE) & (share >= LEAST_MOVED)
     expected = share * entries
     missing = torch.where(is_judged & (moved < expected / 2), expected - moved, 0)
-    return Moves(
-        total.entries,
-        total.moved,
-        int(entries[is_judged].sum()),
-        int(moved[is_judged].sum()),
-        float(expected[is_judged].sum()),
-        float(missing.sum()),
+    return replace(
+        total,
+        judged=int(entries[is_judged].sum()),
+        judged_moved=int(moved[is_judged].sum()),
+        judged_expected=float(expected[is_judged].sum()),
+        lost=float(missing.sum()),
     )
 
 

@@ -106,16 +106,8 @@ class GpuCode:
         if self.reason:
             return f"No kernels over tables for {self.arch}: {self.reason}"
         headers = (
-            "kernel",
-            "tensors",
-            "launches",
-            "bytes",
-            "registers",
-            "spilled",
-            f"{WIDEST}-byte accesses",
-            "instructions",
-            "issue ps",
-            "memory ps",
+            *("kernel", "tensors", "launches", "bytes", "registers", "spilled"),
+            *(f"{WIDEST}-byte accesses", "instructions", "issue ps", "memory ps"),
         )
         rows = [
             (k.name, k.tensors, k.launches, k.bytes_per_parameter, k.registers, k.spilled, k.wide_accesses)
@@ -126,19 +118,15 @@ class GpuCode:
         ]
         table = tabulate(rows, headers=headers, tablefmt="simple", floatfmt=".4g")
         reasons = dict.fromkeys(kernel.reason for kernel in self.kernels if kernel.reason)
-        card = CARDS[self.arch] if any(kernel.instructions for kernel in self.kernels) else None
         lines = [
             f"For {self.arch}: {self.launches} launches per step. Bytes, instructions and times are per "
             "element of the parameters, registers per thread.",
             table,
-            *(
-                [f"Times: issue slots and copied bytes of {card.name}. The longer bounds a step."]
-                if card
-                else []
-            ),
-            *(f"For each tensor, because {reason}" for reason in reasons),
         ]
-        return "\n\n".join(lines)
+        if any(kernel.instructions for kernel in self.kernels):
+            name = CARDS[self.arch].name
+            lines.append(f"Times: issue slots and copied bytes of {name}. The longer bounds a step.")
+        return "\n\n".join([*lines, *(f"For each tensor, because {reason}" for reason in reasons)])
 
     def __str__(self) -> str:
         sources = [f"# {kernel.name}\n\n{kernel.source.strip()}" for kernel in self.kernels if kernel.name]
