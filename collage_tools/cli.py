@@ -632,10 +632,6 @@ def _error(options: argparse.Namespace, _: list[str]) -> int:
     return 0
 
 
-def _nothing(_: Any) -> None:
-    pass
-
-
 @dataclass(frozen=True)
 class Command:
     """Command of the command line: the first word after ``collage-fx``.
@@ -652,8 +648,8 @@ class Command:
 
     help: str
     run: Callable[[argparse.Namespace, list[str]], int]
-    add_options: Callable[[argparse.ArgumentParser], None] = _nothing
-    check: Callable[[argparse.Namespace], None] = _nothing
+    add_options: Callable[[argparse.ArgumentParser], None] = lambda _: None
+    check: Callable[[argparse.Namespace], None] = lambda _: None
     needs_torch: bool = True
     passes_on: bool = False
 
