@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import itertools
 import tempfile
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -238,15 +239,11 @@ def errors_of_spread(name: str, spread: float, lr: float, ways: Sequence[str]) -
 
 def spread_rows() -> list[list[str]]:
     """Return AdamW's errors in all ways, by the size of weights and the learning rate."""
-    return [
-        [
-            f"{spread:g}",
-            f"{lr:g}",
-            *(f"{e:.5f}" for e in errors_of_spread("AdamW", spread, lr, [*WAYS_OF_SPREADS])),
-        ]
-        for spread in SPREADS
-        for lr in RATES_OF_SPREADS
-    ]
+    rows = []
+    for spread, lr in itertools.product(SPREADS, RATES_OF_SPREADS):
+        errors = errors_of_spread("AdamW", spread, lr, [*WAYS_OF_SPREADS])
+        rows.append([f"{spread:g}", f"{lr:g}", *(f"{error:.5f}" for error in errors)])
+    return rows
 
 
 def moment_rows() -> list[list[str]]:
@@ -273,8 +270,8 @@ def errors_of_average(beta2: float, steps: int = STEPS_OF_AVERAGE) -> tuple[floa
             weights.grad = drawn((WEIGHTS,), generator).to(dtype)
             optimizer.step()
         averages.append(full_value(optimizer.state[weights]["exp_avg_sq"]).double())
-    exact, *others = averages
-    return off(others[0], exact), off(others[1], exact)
+    exact, float32, here = averages
+    return off(float32, exact), off(here, exact)
 
 
 #: Trainings: dtype of the model, whether by autocast, and options of ``install``; None = torch's own step.
@@ -346,14 +343,8 @@ def training_rows() -> list[list[str]]:
             sum(float(weights[name].square().sum()) for name in ways if "proj" in name) ** 0.5
             for weights in (start, end)
         ]
-        rows.append(
-            [
-                training,
-                f"{change * 1e6:.2f}",
-                f"{(norms[1] / norms[0] - 1) * 1e6:.2f}",
-                f"{float(error / length) ** 0.5:.4f}",
-            ]
-        )
+        millionths = (f"{each * 1e6:.2f}" for each in (change, norms[1] / norms[0] - 1))
+        rows.append([training, *millionths, f"{float(error / length) ** 0.5:.4f}"])
     return rows
 
 

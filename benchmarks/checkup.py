@@ -509,28 +509,25 @@ def main() -> None:
         json.loads(RESULTS.read_text()) if RESULTS.exists() else {"trained": [], "untrained": [], "hard": []}
     )
     begun = time.monotonic()
+
+    def keep(kind: str, outcome: Outcome) -> None:
+        results[kind].append(asdict(outcome))
+        print(f"{time.monotonic() - begun:5.0f} s", *asdict(outcome).values(), sep="  ", flush=True)
+
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         if options.only in (None, "trained"):
-            rows = [each for each in results["trained"] if each["way"] not in options.ways]
+            results["trained"] = [each for each in results["trained"] if each["way"] not in options.ways]
             for run in runs():
                 if run.way in options.ways:
                     start, end = kept(options.folder, run)
                     what = f"{run.optimizer}, {run.kind}, lr {run.lr:g}, seed {run.seed}"
-                    rows.append(asdict(judged(what, run.way, start, end, folder)))
-                    print(f"{time.monotonic() - begun:5.0f} s", *rows[-1].values(), sep="  ", flush=True)
-            results["trained"] = rows
+                    keep("trained", judged(what, run.way, start, end, folder))
         for kind, makers in (("untrained", (of_initializers, of_transformers)), ("hard", (of_hard_cases,))):
             if options.only in (None, kind):
                 results[kind] = []
-                for each in (outcome for maker in makers for outcome in maker(folder)):
-                    results[kind].append(asdict(each))
-                    print(
-                        f"{time.monotonic() - begun:5.0f} s",
-                        *results[kind][-1].values(),
-                        sep="  ",
-                        flush=True,
-                    )
+                for outcome in (each for maker in makers for each in maker(folder)):
+                    keep(kind, outcome)
         if options.only in (None, "speed"):
             results["speed"] = speed(folder)
     results["torch"] = torch.__version__

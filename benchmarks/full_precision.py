@@ -142,10 +142,15 @@ def train(
         nn.utils.clip_grad_norm_(trained, recipe.clip)
         optimizer.step()
     as_trained = validate(model, recipe, text, "cpu")
-    for each in model.modules():
-        vars(each).pop("forward", None)
+    restore(model)
     all_modules(model)
     return as_trained, validate(model, recipe, text, "cpu")
+
+
+def restore(model: HeadedGPT) -> None:
+    """Compute with hi alone again."""
+    for each in model.modules():
+        vars(each).pop("forward", None)
 
 
 def begun(recipe: Recipe) -> HeadedGPT:
@@ -158,8 +163,7 @@ def results(seeds: int, steps: int) -> Iterator[tuple[Setting, dict[str, list[tu
     whole = Recipe(steps=steps)
     first = begun(whole)
     train(first, SETTINGS[0], WAYS["hi"], whole, sources)
-    for each in first.modules():
-        vars(each).pop("forward", None)
+    restore(first)
     for setting in SETTINGS:
         recipe = replace(whole, peak_lr=setting.peak_lr, final_lr=setting.final_lr)
         losses: dict[str, list[tuple[float, float]]] = {name: [] for name in WAYS}

@@ -123,13 +123,12 @@ def table() -> str:
     count = TENSORS * SHAPE[0] * SHAPE[1]
     rows = []
     for title, options in OPTIONS.items():
-        row = [title]
-        for i, speed in enumerate(LINKS.values()):
+        times = []
+        for speed in LINKS.values():
             host, alone = measured(speed, options, 0.0)
             _, beside = measured(speed, options, 2 * alone * count / 1e9)
-            row += [f"{host:.2f}"] if not i else []
-            row += [f"{alone:.2f}", f"{beside - 2 * alone:.2f}"]
-        rows.append(row)
+            times += [f"{alone:.2f}", f"{beside - 2 * alone:.2f}"]
+        rows.append([title, f"{host:.2f}", *times])  # the same behind each link
     if importlib.util.find_spec("deepspeed") is not None:
         rows.append(["DeepSpeed's CPUAdam, float32", "14 to 18", f"{cpu_adam():.2f}", "", "", ""])
     headers = ["", "bytes on the host"]
