@@ -21,10 +21,10 @@ from collage_fx.capture.refusals import (
     refuse_unsupported,
 )
 from collage_fx.capture.segment import Deferred
+from collage_fx.capture.thinning import is_of_concern
 from collage_fx.capture.watch import (
     expect_some_gradients,
     forget_compiled_step,
-    is_of_concern,
     not_compiled_yet,
     note_compiled_step,
     note_forward,

@@ -1,10 +1,8 @@
 """Find out, by reading a step's source, whether the step calls its closure once and before anything else.
 
-A trainer's closure runs forward and backward. Most steps call the closure first and update parameters
-afterwards: for them, the closure can be called before the compiled step, which is then given the result.
-Sharpness-aware, extragradient and line-search steps move parameters between two calls, and have to be given
-the closure itself. A step that cannot be judged is treated like those: a step that is given its closure is
-right in any case, and is recorded where Dynamo cannot capture the closure.
+For such a step, a trainer's closure (forward and backward) can be called before the compiled step, which is
+given the result. Sharpness-aware, extragradient and line-search steps move parameters between two calls: they
+are given the closure itself, which is right in any case, as is a step that cannot be judged.
 """
 
 from __future__ import annotations
@@ -87,7 +85,6 @@ def _first_of(optimizer: Optimizer, steps: Sequence[Callable[..., Any]]) -> Firs
 
 
 def _read(step: Callable[..., Any]) -> _Call | None:
-    """Read the source of one ``step`` function."""
     if is_of_torch_optim(step):
         closure = inspect.signature(step).parameters.get("closure")
         is_optional = closure is not None and closure.default is None
@@ -97,26 +94,22 @@ def _read(step: Callable[..., Any]) -> _Call | None:
         (function,) = ast.parse(textwrap.dedent(inspect.getsource(undecorated))).body
     except (OSError, TypeError, SyntaxError, ValueError):
         return None
-    if not isinstance(function, ast.FunctionDef):
-        return None
-    return _Reader(function, undecorated.__globals__).call()
+    return (
+        _Reader(function, undecorated.__globals__).call() if isinstance(function, ast.FunctionDef) else None
+    )
 
 
-def _undecorated(step: Any) -> FunctionType:
+def _undecorated(step: Any) -> Any:
     """Return the function inside torch's decorators; raise if there are others: they may call the closure."""
     while (inner := getattr(step, "__wrapped__", None)) is not None:
         code = getattr(step, "__code__", None)
         if code is None or Path(torch.__file__).parent not in Path(code.co_filename).parents:
             raise TypeError(f"a decorator of unknown effect: {step}")
         step = inner
-    if not isinstance(step, FunctionType):
-        raise TypeError(f"not a function of Python: {step}")
     return step
 
 
 class _Reader:
-    """Reader of a ``step`` function."""
-
     def __init__(self, function: ast.FunctionDef, names: Mapping[str, Any]) -> None:
         self._function = function
         self._globals = names
@@ -137,13 +130,18 @@ class _Reader:
             return None
         ((name, call),) = calls
         used = [each for each in self._names if each.id == name.id and each is not name]
-        asked = [each for each in self._around(call) if isinstance(each, (ast.If, ast.IfExp))]
-        if len(asked) > 1 or not self._comes_first(call):
+        conditions = [each for each in self._around(call) if isinstance(each, (ast.If, ast.IfExp))]
+        if len(conditions) > 1 or not self._comes_first(call):
             return None
-        if not all(self._is_asked_for(each, [each.test for each in asked]) for each in used):
+        asked = conditions[0] if conditions else None
+        if not all(self._is_asked_for(each, asked) for each in used):
             return None
-        condition = self._condition(asked[0], call) if asked else None
-        is_only_returned = self._is_only_returned(call, asked[0] if asked else None, used)
+        is_negated = asked is not None and call not in _walk(asked.body)
+        condition = None
+        if asked is not None:
+            test = ast.UnaryOp(ast.Not(), asked.test) if is_negated else asked.test
+            condition = compile(ast.fix_missing_locations(ast.Expression(test)), "closure", "eval")
+        is_only_returned = self._is_only_returned(call, asked, used, is_negated=is_negated)
         first = FirstCall(name.id, is_only_returned, condition, self._globals)
         is_passed = call.func is not name
         by_base = is_passed and isinstance(call.func, ast.Attribute) and _is_super(call.func.value)
@@ -161,10 +159,10 @@ class _Reader:
         is_step = isinstance(use.func, ast.Attribute) and use.func.attr == "step"
         return use if is_step and len(use.args) + len(use.keywords) == 1 else None
 
-    def _is_asked_for(self, name: ast.Name, conditions: Sequence[ast.expr]) -> bool:
-        """Return whether a use of the closure is in a condition of its call, or a test of its presence."""
+    def _is_asked_for(self, name: ast.Name, asked: ast.If | ast.IfExp | None) -> bool:
+        """Return whether a use of the closure is in the condition of its call, or a test of its presence."""
         use = self._parents[name]
-        if any(name in ast.walk(each) for each in conditions):
+        if asked is not None and name in ast.walk(asked.test):
             return True
         if isinstance(use, ast.Compare) and isinstance(use.ops[0], (ast.Is, ast.IsNot)):
             return True
@@ -190,14 +188,7 @@ class _Reader:
             and all(isinstance(each, (*PLAIN, ast.Call)) for each in ast.walk(test))
         )
 
-    def _condition(self, asked: ast.If | ast.IfExp, call: ast.Call) -> CodeType:
-        """Return the condition under which a call is made, as code."""
-        is_negated = call not in _walk(asked.body)
-        test = ast.UnaryOp(ast.Not(), asked.test) if is_negated else asked.test
-        return compile(ast.fix_missing_locations(ast.Expression(test)), "closure", "eval")
-
     def _around(self, node: ast.AST) -> Iterator[ast.AST]:
-        """Yield the syntax around a node, innermost first."""
         while node is not self._function:
             node = self._parents[node]
             yield node
@@ -222,17 +213,15 @@ class _Reader:
         return True
 
     def _is_only_returned(
-        self, call: ast.Call, asked: ast.If | ast.IfExp | None, used: Sequence[ast.Name]
+        self, call: ast.Call, asked: ast.If | ast.IfExp | None, used: Sequence[ast.Name], *, is_negated: bool
     ) -> bool:
         """Return whether the step does the same without a closure, but for the result that it returns."""
         around = list(self._around(call))
         statement = next(each for each in around if isinstance(each, ast.stmt))
         if asked is not None and not all(each in ast.walk(asked.test) for each in used):
             return False  # something else depends on whether there is a closure
-        if call.func in self._names:
-            is_negated = asked is not None and call not in _walk(asked.body)
-            if asked is None or not _needs(asked.test, used, fails=is_negated):
-                return False  # a step that calls None
+        if call.func in self._names and (asked is None or not _needs(asked.test, used, fails=is_negated)):
+            return False  # a step that calls None
         returned = [each.value for each in ast.walk(self._function) if isinstance(each, ast.Return)]
         if isinstance(statement, ast.Return):
             return statement.value in (call, asked) and len(returned) == 1
@@ -245,7 +234,7 @@ class _Reader:
             return False
         if isinstance(asked, ast.If):
             withs = [each for each in around[: around.index(asked)] if isinstance(each, ast.With)]
-            (block, other) = (asked.body, asked.orelse)[:: 1 if statement in _walk(asked.body) else -1]
+            block, other = (asked.orelse, asked.body) if is_negated else (asked.body, asked.orelse)
             if any(len(each.body) > 1 for each in withs) or len(block) > 1:
                 return False
             if not all(_assigned(each) == target and _is_constant(each) for each in other):
@@ -265,7 +254,6 @@ def _needs(test: ast.expr, asking: Sequence[ast.Name], *, fails: bool) -> bool:
 
 
 def _walk(nodes: ast.AST | Sequence[ast.AST]) -> list[ast.AST]:
-    """Return all syntax in an expression, or in a block."""
     return [inner for each in (nodes if isinstance(nodes, Sequence) else [nodes]) for inner in ast.walk(each)]
 
 
@@ -286,7 +274,6 @@ def _is_super(value: ast.expr) -> bool:
 
 
 def _enables_gradients(item: ast.withitem) -> bool:
-    """Return whether a context manager only enables gradients."""
     call = item.context_expr
     name = getattr(call.func, "attr", getattr(call.func, "id", "")) if isinstance(call, ast.Call) else ""
     return name in ("enable_grad", "set_grad_enabled")
@@ -296,10 +283,9 @@ def _is_harmless(statement: ast.stmt) -> bool:
     """Return whether a statement does no more than name values, or check that a step is possible."""
     if isinstance(statement, (ast.Pass, ast.Import, ast.ImportFrom, ast.Raise)):
         return True
-    if isinstance(statement, ast.Assert):
-        return _is_plain(statement.test)
-    if isinstance(statement, ast.If):
-        return _is_plain(statement.test) and all(map(_is_harmless, [*statement.body, *statement.orelse]))
+    if isinstance(statement, (ast.Assert, ast.If)):
+        blocks = [] if isinstance(statement, ast.Assert) else [*statement.body, *statement.orelse]
+        return _is_plain(statement.test) and all(map(_is_harmless, blocks))
     if isinstance(statement, (ast.Assign, ast.AnnAssign)):
         targets = statement.targets if isinstance(statement, ast.Assign) else [statement.target]
         return all(isinstance(each, ast.Name) for each in targets) and _is_plain(statement.value)

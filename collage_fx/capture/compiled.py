@@ -4,20 +4,18 @@ Note [Constants and inputs]
 ---------------------------
 A number that is always the same (a decay, an exponent) is a constant of the code: from it, the passes know
 what a recurrence loses, and Inductor writes ``x * x`` for ``x ** 2``. A number that has been seen to change
-(a learning rate, a bias correction) is an input, a 0-d float64 tensor, and costs no further compilation: Note
-[Numbers that change] in ``numbers.py``. A number for which an operator takes no tensor is *burned in*: it is
-compiled as a constant each time, a few times. Checkpoints tell which numbers have changed, so that a resumed
-run has the same constants: code that has a number as a constant which is seen to change is not called again.
+(a learning rate) is an input, a 0-d float64 tensor: Note [Numbers that change] in ``numbers.py``. A number
+for which an operator takes no tensor is *burned in*: compiled as a constant each time, a few times.
+Checkpoints tell which numbers have changed, so that a resumed run has the same constants.
 
-Once sizes change, all sizes are symbols. Whatever was decided by the values of sizes or numbers while the
-graph was traced is checked before each call.
+Once sizes change, all sizes are symbols. Decisions of the trace by the values of sizes or numbers are checked
+before each call.
 
 Note [Stale code]
 -----------------
-A step that branches, on its count for instance, is several graphs. Where one of them stores a moving average
-that rounding does not hurt, the average gets no error terms; where another adds to it what rounding would
-lose, it gets them. From then on each graph has to keep them up to date, so the code of the first is dropped
-before its next call, and compiled for a tensor with error terms.
+A step that branches, on its count for instance, is several graphs. One may store a moving average without
+error terms, until another adds to it what rounding would lose. From then on each graph has to keep its error
+terms up to date: the code of the first is dropped before its next call, and compiled anew.
 """
 
 from __future__ import annotations
@@ -29,11 +27,12 @@ from contextvars import ContextVar
 from dataclasses import dataclass, field
 from types import CodeType
 from typing import Any
-from weakref import WeakSet
+from weakref import WeakSet, ref
 
 import torch
 from torch import Tensor
 from torch.fx import GraphModule
+from torch.optim import Optimizer
 
 from collage_fx.capture.segment import RecordedFunction
 from collage_fx.torch_compat import BurnedIn, SymbolicScope, compiling, records
@@ -48,6 +47,8 @@ class CompiledCode:
     """
 
     codes: dict[int, CodeType] = field(default_factory=dict)  # of functions that Dynamo converted, by ``id``
+    #: Optimizers that it steps, by ``id``; not a ``WeakSet``, of which each step would call eight functions.
+    stepped: dict[int, ref[Optimizer]] = field(default_factory=dict)
     is_stale: bool = False
     within: list[CompiledCode] = field(default_factory=list)  # that is made of it, and is stale when it is
 

@@ -2,16 +2,14 @@
 
 Note [One of each family]
 -------------------------
-The step of 148 parameters is one update, written 148 times. Tracing all of them (AOTAutograd does it twice),
-analysing and rewriting them takes 148 times as long as one, and finds the same each time. So the captured
-graph is cut into components that have no value in common, components that do the same to tensors of the same
-layout and meaning form a *family*, and a graph of one component of each family is compiled. Its parts are
-then called for the tensors of all components (:mod:`collage_fx.graph.families`).
+The step of 148 parameters is one update, written 148 times. So the captured graph is cut into components that
+have no value in common, components that do the same to tensors of the same layout and meaning form a
+*family*, and a graph of one component of each family is compiled. Its parts are then called for the tensors
+of all components (:mod:`collage_fx.graph.families`).
 
 * A component is connected by operations and by the tensors that they read. Numbers connect nothing, nor does
   a 0-d tensor that several components read: it is *common* to the step. Nothing may write to what is common,
-  which is known once AOTAutograd has found the writes. The graph is then compiled whole, as it is wherever
-  the search meets something that it does not understand.
+  which is known once AOTAutograd has found the writes.
 * Two components are equal if, one by one in the order of the graph, their operations, their constants and the
   common values that they read are equal, and so are the layout, the role, the symbol in recurrences and the
   presence of error terms of their tensors. So every decision about one component holds for its family. Only
@@ -20,17 +18,15 @@ then called for the tensors of all components (:mod:`collage_fx.graph.families`)
 * No two inputs may share memory, though they may lie side by side in one storage, as the gradients of FSDP
   and DistributedDataParallel do: components can then run in any order.
 * A component of DTensors, all of one shape and sharded alike, becomes a component of this process's shards if
-  each element turns out to be computed from the same elements alone. So neither AOTAutograd nor a step has to
-  handle DTensors. Others are compiled whole: AOTAutograd knows what the processes have to exchange.
+  each element turns out to be computed from the same elements alone. For others, AOTAutograd knows what the
+  processes have to exchange.
 
-Dynamo need not trace what will be cut away, either: its trace takes longer than everything after it. So of
-the lists of parameters, gradients and state that the steps of torch.optim loop over, Dynamo gets only the
-rows that :func:`rows_to_trace` chooses: two of each layout. If both turn out to be members of the same
-families, at the same indices, then the rows left out are members too. Otherwise, and wherever something here
-is not understood, the step is traced once more, whole.
+Dynamo, whose trace takes longest, gets only two rows of each layout of the lists of parameters, gradients and
+state that the steps of torch.optim loop over (:func:`rows_to_trace`). If both turn out to be members of the
+same families, at the same indices, the rows left out are members too. Otherwise the step is traced once more.
 
-Whatever is not understood becomes a :class:`~collage_fx.graph.Reason`: the graph is then compiled whole, as a
-family of one, and the report shows the reason.
+Whatever is not understood becomes a :class:`~collage_fx.graph.Reason`, which the report shows: the graph is
+then compiled whole, as a family of one.
 """
 
 from __future__ import annotations
@@ -57,9 +53,6 @@ from collage_fx.torch_compat import (
     sharding_of,
     symbols_of,
 )
-
-#: Nodes without operands and without a value, which change how the nodes after them are captured.
-MODES = frozenset({SET_GRAD_ENABLED})
 
 
 @dataclass(frozen=True)
@@ -108,7 +101,7 @@ def families_of(
         if (reason := found.not_sharded_alike(family[0])) is not None:
             return reason
     gains = found.pieces or found.rows.come_and_go  # even in families of one
-    if sum(map(len, families)) == len(families) and not gains:
+    if len(found.order) == len(families) and not gains:
         return Reason("no two tensors have the same shape, dtype and update")
     if not found.adds_rows_left_out(families):
         return Reason("the rows that were traced do not show how the others are updated")
@@ -117,8 +110,6 @@ def families_of(
 
 @dataclass(eq=False)
 class _Component:
-    """A connected component of the graph's operations."""
-
     nodes: list[Node] = field(default_factory=list)  # operations in the order of the graph
     inputs: list[int] = field(default_factory=list)  # that no other component reads, as they are first read
     results: list[Node] = field(default_factory=list)  # nodes that the graph returns
@@ -126,14 +117,11 @@ class _Component:
 
 
 class _Search:
-    """Search for families in one captured graph."""
-
     def __init__(self, gm: GraphModule, arguments: Sequence[Any], rows: ListRows) -> None:
         self.gm = gm
         self.rows = rows
         placeholders = list(gm.graph.find_nodes(op="placeholder"))
-        passed = list(zip((node.name for node in placeholders), arguments, strict=False))
-        self.are_arguments_understood = len(placeholders) == len(arguments)
+        passed = list(zip((node.name for node in placeholders), arguments, strict=True))
         attributes = map(list, (gm.named_parameters(), gm.named_buffers()))
         bound = dict(each for named in attributes for each in rows.with_rows_left_out(named))
         given = dict(rows.with_rows_left_out(passed))
@@ -151,7 +139,7 @@ class _Search:
         #: Node -> index of the input; -1 for an attribute that is no parameter or buffer.
         self.index = {node: index_of.get(str(node.target), -1) for node in gm.graph.find_nodes(op="get_attr")}
         argument_indices = {name: self.bound + i for i, name in enumerate(given)}
-        self.index |= {node: argument_indices.get(node.name, -1) for node in placeholders}
+        self.index |= {node: argument_indices[node.name] for node in placeholders}
         #: Nodes that are numbers computed from inputs and other numbers alone.
         self.numbers: set[Node] = set()
         self._computed: dict[Node, tuple[Hashable, tuple[int, ...]]] = {}
@@ -161,8 +149,6 @@ class _Search:
 
     def not_understood(self) -> Reason | None:
         """Return the first reason why components may depend on each other; None if there is none."""
-        if not self.are_arguments_understood:
-            return Reason("Dynamo passes other arguments than the graph takes")
         for node, index in self.index.items():
             if index < 0:
                 return Reason.at(node, "it is neither a parameter nor a buffer nor an argument")
@@ -170,11 +156,8 @@ class _Search:
 
     def _input_not_understood(self) -> Reason | None:
         """Return the first input of an unknown kind, or in the memory of another; None if there is none."""
-        traced = {id(self.inputs[index]) for index in self.index.values()}
         pieces = []
         for name, value in zip(self.names, self.inputs, strict=True):
-            if id(value) not in traced and not self.rows.is_left_out(value):
-                return Reason("the graph does not read this input", name)
             if isinstance(value, Tensor):
                 if not device_facts(value.device).in_parts:
                     return Reason(f"on {value.device.type} a step is compiled as one", name)
@@ -196,7 +179,8 @@ class _Search:
                 continue
             if node.op not in ("call_function", "call_method"):
                 return Reason.at(node, "it is not a function call")
-            if not (node.all_input_nodes or node.target in MODES or _is_tensor(node) or _is_scalar(node)):
+            is_mode = node.target is SET_GRAD_ENABLED  # how the nodes after it are captured
+            if not (node.all_input_nodes or is_mode or _is_tensor(node) or _is_scalar(node)):
                 return Reason.at(node, "it has no operands and makes neither a tensor nor a number")
         for result in self._returned():
             if not (isinstance(result, Node) and _is_tensor(result)):
@@ -318,10 +302,9 @@ class _Search:
         return (*(layout_of(value) if isinstance(value, Tensor) else [type(value)]), meaning, symbol)
 
     def _components(self) -> list[_Component]:
-        """Cut the graph into components; fill ``numbers`` on the way."""
         operations = []
         for node in self.gm.graph.nodes:
-            if node.op not in ("call_function", "call_method") or node.target in MODES:
+            if node.op not in ("call_function", "call_method") or node.target is SET_GRAD_ENABLED:
                 continue
             if _is_scalar(node) and all(n in self.numbers or n in self.index for n in node.all_input_nodes):
                 self.numbers.add(node)
@@ -351,7 +334,6 @@ class _Search:
         return isinstance(value, Tensor) and (value.dim() > 0 or any(map(_seems_to_change, node.users)))
 
     def _read_by(self, node: Node) -> list[int]:
-        """Return the indices of the inputs that an operation reads."""
         return [self.index[operand] for operand in node.all_input_nodes if operand in self.index]
 
     def _key(self, component: _Component) -> Hashable:
@@ -406,12 +388,8 @@ class _Search:
         if unread := {*range(len(self.inputs))}.difference(*copies.values()):
             return Reason("no update reads this input", self.names[min(unread)])
         gradients = self._gradients()
-        for index, parameter in gradients.items():
-            if parameter == -1:
-                return Reason(
-                    "it belongs to a row that was not traced and is no parameter's gradient",
-                    self.names[index],
-                )
+        if (other := next((i for i, parameter in gradients.items() if parameter == -1), None)) is not None:
+            return Reason("it belongs to a row that was not traced and is no gradient", self.names[other])
         members = self._members()
         if any(-1 in member for member in members):
             return Reason("an update does not read its parameter and its gradient")
@@ -437,30 +415,25 @@ class _Search:
         own = {index for component in first for index in component.numbers}
         values = {node: node.meta["example_value"] for node in self.numbers}
         symbolic = {node: value for node, value in values.items() if isinstance(value, torch.SymFloat)}
-        symbols_left_out = symbols_of(symbolic.values()) - symbols_of(
-            symbolic[n] for n in symbolic.keys() & kept
-        )
-        arguments = tuple(
-            local_tensor(value) if isinstance(value, Tensor) else value
-            for value in (self.inputs[index] for index in indices if index >= self.bound)
-        )
-        origins: list[tuple[str, str | int]] = [
-            ("attribute", self.names[index]) for index in indices if index < self.bound
-        ]
-        origins += [("argument", i) for i in range(len(arguments))]
+        left_in = symbols_of(symbolic[node] for node in symbolic.keys() & kept)
+        arguments = [self.inputs[index] for index in indices if index >= self.bound]
+        bound = indices[: len(indices) - len(arguments)]
         return Families(
             module,
-            arguments,
+            tuple(local_tensor(each) if isinstance(each, Tensor) else each for each in arguments),
             self.inputs,
             self.bound,
             gradients,
             members,
             infos,
             self.pieces,
-            tuple(origins),
+            (
+                *(("attribute", self.names[i]) for i in bound),
+                *(("argument", i) for i in range(len(arguments))),
+            ),
             repetition,
             [value for node, value in symbolic.items() if not own.isdisjoint(self._number(node)[1])],
-            symbols_left_out if own else frozenset(),
+            symbols_of(symbolic.values()) - left_in if own else frozenset(),
         )
 
     def _members(self) -> tuple[tuple[int, int], ...]:
@@ -488,25 +461,21 @@ class _Search:
         graph = Graph()
         copied: dict[Node, Node] = {}
         for node in self.gm.graph.nodes:
-            if self.index.get(node) in indices or node in kept or node.target in MODES:
+            if self.index.get(node) in indices or node in kept or node.target is SET_GRAD_ENABLED:
                 copied[node] = graph.node_copy(node, copied.__getitem__)
         graph.output(map_arg(tuple(results), copied.__getitem__))
-        bound = dict(zip(self.names, self.inputs[: self.bound], strict=False))
         tensors = {
-            str(node.target): local_tensor(bound[str(node.target)])
-            for node in graph.find_nodes(op="get_attr")
+            self.names[index]: local_tensor(self.inputs[index]) for index in indices if index < self.bound
         }
         # Without meta, which describes the inputs of the whole graph.
         return GraphModule(tensors, graph)
 
 
 def _is_tensor(node: Node) -> bool:
-    """Return whether a node of Dynamo's graph is a tensor."""
     return isinstance(node.meta.get("example_value"), Tensor)
 
 
 def _is_scalar(node: Node) -> bool:
-    """Return whether a node of Dynamo's graph is a Python or symbolic number."""
     numbers = (torch.SymInt, torch.SymFloat, torch.SymBool, int, float)
     return isinstance(node.meta.get("example_value"), numbers)
 
@@ -520,7 +489,6 @@ def _seems_to_change(node: Node) -> bool:
 
 
 def _described(value: Any, named: Callable[[Node], Hashable]) -> Hashable:
-    """Replace the nodes among an operation's arguments by names, for use in a key."""
     if isinstance(value, Node):
         return named(value)
     if isinstance(value, (list, tuple)):

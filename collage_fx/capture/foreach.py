@@ -2,10 +2,9 @@
 
 Note [Lists are no families]
 ----------------------------
-torch.optim loops over a model's tensors on the CPU, and gives lists of them to ``_foreach_`` functions on a
-GPU. Such a function is one operation on all tensors, which makes all updates one component. A rule
-(:func:`~collage_fx.graph.foreach_rule`) says what the function does to each element, so that it can be
-written as one operation for each. Then updates are components of their own, and equal ones are a family.
+torch.optim gives lists of a model's tensors to ``_foreach_`` functions on a GPU: one operation on all of
+them, which makes all updates one component. A rule (:func:`~collage_fx.graph.foreach_rule`) writes it as an
+operation for each element. Then updates are components of their own, and equal ones are a family.
 """
 
 from __future__ import annotations
@@ -48,7 +47,6 @@ def _foreach_name(node: Node) -> str:
 
 
 def _take_apart(node: Node, name: str) -> None:
-    """Replace a ``_foreach_`` node by an operation for each element, if there is a rule."""
     rule, graph = foreach_rule(name.removesuffix("_")), node.graph
     readers = [user for user in node.users if getattr(user.target, "__name__", "") == "getitem"]
     if rule is None or len(readers) < len(node.users):
@@ -73,17 +71,14 @@ def _take_apart(node: Node, name: str) -> None:
 def _by_position(name: str, args: Any, kwargs: Mapping[str, Any]) -> tuple[Sequence[Any], Mapping[str, Any]]:
     """Return a call's arguments by position, up to the first one left out: rules have names of their own."""
     packet = getattr(torch.ops.aten, PREFIX + name)
-    for overload in packet.overloads():
-        arguments = schema_of(getattr(packet, overload)).arguments
-        if kwargs.keys() <= {each.name for each in arguments}:
-            names = [each.name for each in arguments if not each.kwarg_only]
-            given = {**dict(zip(names, args, strict=False)), **kwargs}
-            return [given.pop(each) for each in takewhile(given.__contains__, names)], given
-    return args, kwargs
+    overloads = (schema_of(getattr(packet, each)).arguments for each in packet.overloads())
+    arguments = next(each for each in overloads if kwargs.keys() <= {argument.name for argument in each})
+    names = [each.name for each in arguments if not each.kwarg_only]
+    given = {**dict(zip(names, args, strict=False)), **kwargs}
+    return [given.pop(each) for each in takewhile(given.__contains__, names)], given
 
 
 def _value(rule: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-    """Compute the fake value of a rule's result from the fake values of its operands."""
     args, kwargs = map_arg((args, kwargs), lambda operand: operand.meta["example_value"])
     mode = detect_fake_mode(each for each in args if isinstance(each, Tensor))
     assert mode is not None, "what Dynamo captures are fake tensors"

@@ -100,7 +100,6 @@ def _symbol(name: str) -> str:
 
 
 def _describe_number(fallback: str, value: Any) -> InputInfo:
-    """Describe an input that is a number, by the source of its symbol."""
     source = symbol_source(value) if isinstance(value, (torch.SymInt, torch.SymFloat)) else fallback
     words = re.findall(r"\w+", source)
     return InputInfo(source, words[-1] if words else fallback, Role.OTHER)

@@ -3,24 +3,23 @@
 Note [Matched steps]
 --------------------
 Recording an operation takes ten times as long as executing it on a small tensor, and nearly all steps of a
-training are the same. So a recorded step leaves a :class:`Pattern` behind for each of its segments: the calls
-of torch functions that it has made, and the code that was compiled for them. The calls of a later step are
-compared with a pattern's one by one, and nothing is executed until the segment ends. Then its code is called.
+training are the same. So a recorded step leaves a :class:`Pattern` behind for each of its segments: its calls
+of torch functions, and the code that was compiled for them. The calls of a later step are compared with a
+pattern's one by one. Where the segment ends, the code is called.
 
 * The same call is the same function with the same arguments: tensors that stand at the same place in the
   segment, results of the same earlier calls, equal constants. A new tensor, such as a gradient, may stand for
   the recorded one if it differs in nothing that code depends on. Numbers are constants until they have been
   seen to change: Note [Constants and inputs] in ``compiled.py``.
 * The results are deferred tensors of the pattern, the same in each step; those that outlived the segment when
-  it was recorded are new objects in each step. If one of the others is still referenced where the segment
-  ends, the segment is recorded.
+  it was recorded are new objects in each step. If one of the others outlives it now, the segment is recorded.
 * Where a call differs, another pattern with the same calls so far goes on. If there is none, the calls so
   far, which have not been executed, are recorded, and the rest of the segment.
 * Calls that are executed at once (counters, views of whole tensors) are executed when they are matched.
-* The code of all components is compiled once more at a pattern's first match, as one graph, as Dynamo would
-  have captured it: equal updates then are one call of a kernel.
-* Steps are recorded, never matched, if they have a closure, and under autocast. So are segments with
-  operations that no mode for torch functions sees (scripted functions), or that enable gradients.
+* At a pattern's first match, all components are compiled once more, as one graph: equal updates then are one
+  call of a kernel.
+* Steps with a closure or under autocast are never matched, nor are segments with operations that no mode for
+  torch functions sees (scripted functions), or that enable gradients.
 """
 
 from __future__ import annotations
@@ -91,7 +90,6 @@ class Matcher(TorchFunctionMode):
     # -- a step
 
     def begin(self, *, is_matching: bool) -> None:
-        """Begin a step, which may be matched or not."""
         if self._default_dtype != torch.get_default_dtype():
             self._default_dtype = torch.get_default_dtype()
             self._patterns.clear()
@@ -104,7 +102,6 @@ class Matcher(TorchFunctionMode):
 
     @torch.compiler.disable
     def finish(self, *, successfully: bool) -> None:
-        """End a step: execute its operations, or drop them."""
         recorder, self._is_in_step = self._recorder, False
         if successfully and self._pattern is not None:
             if self._is_at_end(None):
@@ -126,7 +123,6 @@ class Matcher(TorchFunctionMode):
 
     @torch.compiler.disable
     def flush(self) -> None:
-        """Execute the operations that have been recorded or matched so far."""
         self._record()
         self._recorder.flush()
         self._begin_segment()
@@ -148,7 +144,6 @@ class Matcher(TorchFunctionMode):
         return self._recorded(func, args, kwargs)
 
     def _begin_segment(self, *, is_matchable: bool = True) -> None:
-        """Begin a segment, which may be matched, or become a pattern."""
         self._recorder.flushed.clear()
         self._is_noting = is_matchable and self._is_matching
         self._siblings: list[Pattern] = []
@@ -221,7 +216,6 @@ class Matcher(TorchFunctionMode):
         return True
 
     def _is_alike(self, pattern: Pattern, template: Any, value: Any) -> bool:
-        """Return whether an argument is that of a pattern."""
         kind = type(template)
         if kind is Value:
             return value is self._objects[template]
@@ -251,7 +245,6 @@ class Matcher(TorchFunctionMode):
         return self._places[id(tensor)]
 
     def _result_of(self, call: Call, args: Any, kwargs: dict[str, Any]) -> Any:
-        """Return the result of a matched call."""
         pattern = self._pattern
         assert pattern is not None
         self._next += 1
@@ -269,7 +262,6 @@ class Matcher(TorchFunctionMode):
         return result
 
     def _value(self, template: Any, pattern: Pattern, objects: list[Deferred | None]) -> Any:
-        """Return an argument or a result of a matched call; make a result that outlives the segment."""
         kind = type(template)
         if kind is Value:
             if objects[template] is None:
@@ -368,7 +360,6 @@ class Matcher(TorchFunctionMode):
         return all(part.compiled.holds is None or self._holds(pattern, part) for part in pattern.parts)
 
     def _holds(self, pattern: Pattern, part: Part) -> bool:
-        """Return whether decisions of a part's trace hold for the numbers of this step."""
         tensors = {each.value: self._tensor_of(each) for each in pattern.inputs}
         tensors |= {n: self._value(Value(n), pattern, self._objects) for n in pattern.lasting}
         part.fill(tensors.__getitem__, self._operands(pattern))
@@ -378,14 +369,12 @@ class Matcher(TorchFunctionMode):
             part.function.tensors = []
 
     def _operands(self, pattern: Pattern) -> list[float]:
-        """Return the numbers of a pattern's operations in this step."""
         return [
             known if source is None else float(self._numbers[source])
             for known, source in zip(pattern.segment.numbers, pattern.sources, strict=True)
         ]
 
     def _tensor_of(self, each: Input) -> Tensor | None:
-        """Return the tensor of this step that is an input of a pattern."""
         if each.place is not None:
             return self._given[each.place]
         return self._recorder.owner(self._given[each.views[0][0]]) if each.views else each.tensor()
@@ -396,7 +385,6 @@ class Matcher(TorchFunctionMode):
 
     @torch.compiler.disable
     def _run(self, pattern: Pattern) -> None:
-        """Execute the operations of a pattern on the tensors and numbers of this step."""
         recorder, values = self._recorder, pattern.segment.values
         self._pattern = recorder.interrupted = None
         operands = self._operands(pattern)
@@ -470,7 +458,6 @@ class Matcher(TorchFunctionMode):
 
     @torch.compiler.disable
     def _record(self) -> None:
-        """Record the calls that have been matched, none of which has been executed, and the next calls."""
         if (pattern := self._pattern) is None:
             return
         recorder, self.has_matched = self._recorder, False
@@ -513,7 +500,6 @@ class Matcher(TorchFunctionMode):
             given.value = made.value
 
     def _recorded(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-        """Record a call, or execute it at once; note it for later steps."""
         recorder, self.has_matched = self._recorder, False
         first, executed = len(recorder.segment.operations), recorder.executed
         recorder.flushed.clear()
@@ -538,7 +524,6 @@ class Matcher(TorchFunctionMode):
         return result
 
     def _called(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-        """Call a function in the recorder."""
         self._recorder.called_at = len(self._recorder.segment.operations)
         if func == _SET_DATA and Spec.of(args[0]) == Spec.of(args[1]):
             return args[0].copy_(args[1])
@@ -560,7 +545,6 @@ class Matcher(TorchFunctionMode):
         return not has_storage(tensor) or storage_of(tensor) in self._recorder.segment.of_storage
 
     def _template(self, value: Any) -> Any:
-        """Return the template of an argument."""
         kind = type(value)
         if isinstance(value, Tensor):
             value = real(value)
@@ -581,7 +565,6 @@ class Matcher(TorchFunctionMode):
         return value
 
     def _note_result(self, call: Call, result: Any, first: int, executed: int) -> None:
-        """Note the result of a call, and add the call to the segment."""
         self._operations = len(self._recorder.segment.operations)
         call.is_executed = self._operations == first
         if executed and not call.is_executed:
@@ -591,7 +574,6 @@ class Matcher(TorchFunctionMode):
         self._calls.append(call)
 
     def _template_of(self, result: Any, *, is_executed: bool) -> Any:
-        """Return the template of a result."""
         if isinstance(result, Tensor):
             if type(result) is Deferred and result.executed is None:
                 return self._template(result)
@@ -631,12 +613,8 @@ class Matcher(TorchFunctionMode):
         for tensor in found_in(Tensor, result):
             if type(tensor) is not Deferred and id(tensor) not in self._places:
                 self._made.add(self._meet(tensor))
-        if self._pattern is not None and not self._has_met(self._pattern):
-            self._go_on_with(next(filter(self._has_met, self._siblings), None))
-
-    def _has_met(self, pattern: Pattern) -> bool:
-        """Return whether a pattern begins with real tensors like the tensors so far."""
-        return [*map(Spec.of, self._given)] == pattern.specs[: len(self._given)]
+        met = [*map(Spec.of, self._given)]
+        self._go_on_with(next((each for each in self._siblings if each.specs[: len(met)] == met), None))
 
     def _add_pattern(self, end: Call | None) -> None:
         """Make a pattern of the segment that has just been executed, and add it to its siblings."""
@@ -685,7 +663,6 @@ class Matcher(TorchFunctionMode):
         self._added.append(pattern)
 
     def _input(self, segment: Segment, value: int) -> Input:
-        """Describe an input of a segment."""
         tensor, is_written = segment.values[value].tensor, value in segment.written
         return Input(
             value,

@@ -2,9 +2,8 @@
 
 Note [Members that come and go]
 -------------------------------
-Experts without tokens, layers that are dropped, heads of other tasks: a parameter without a gradient is left
-alone, and so are its state and step counter. Dynamo makes that part of a graph, and would compile each
-pattern of gradients that a run brings.
+A parameter without a gradient (an expert without tokens, a layer that is dropped) is left alone, and so are
+its state and step counter. Dynamo makes that part of a graph, and would compile each set of gradients.
 
 The step of torch.optim's classes consists of rows, a parameter with its gradient and its state: Note [One of
 each family]. So once the set of gradients differs from the compilation before, the step is compiled for all
@@ -15,12 +14,12 @@ the rows that have one (:class:`~collage_fx.runtime.WholeStep`).
   the step loops over their rows, too. The placeholder is never read.
 * Members are parameters that have had a gradient or state. The second time that gradients differ, members are
   all parameters that require a gradient: their state is made then, as for a first step, with a step counter
-  of zero. Patterns cost three compilations in all.
+  of zero. All sets of gradients cost three compilations.
 * The dtype of a gradient that no compilation has met is the parameter's ``grad_dtype``. If that allows any
   dtype, the step is compiled for float32, and converts a gradient that turns out to be narrower.
 * A parameter that is no member is guarded to have no gradient.
 
-Where the rows are not understood, each pattern is compiled, and at Dynamo's limit the step is recorded.
+Where the rows are not understood, each set is compiled, and at Dynamo's limit the step is recorded.
 """
 
 from __future__ import annotations
@@ -113,7 +112,6 @@ def give_up_rows(optimizer: Optimizer) -> None:
 
 
 def _begin_momentum(optimizer: Optimizer) -> None:
-    """Create the momentum that SGD creates for a parameter's first gradient: ``momentum * 0 + gradient``."""
     for group in optimizer.param_groups:
         if group["momentum"] and not group["dampening"]:
             for p in group["params"]:

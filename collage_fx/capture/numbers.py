@@ -5,24 +5,19 @@ Note [Numbers that change]
 A learning rate that a scheduler sets and a step counter in ``optimizer.state`` are Python numbers. Dynamo
 makes such a number a constant of the graph at first, and a symbol when it sees the number change. A number
 that is known to be scheduled is a symbol from the first graph on, which is then the only graph
-(:func:`scheduled_numbers`). So is a number that has changed according to a checkpoint, which tells where in
-the groups and the state such numbers are: from a constant, other state might get error terms than in the
-interrupted run, and a constant folded in double precision has other last bits.
+(:func:`scheduled_numbers`). So is a number that has changed according to a checkpoint: from a constant, other
+state might get error terms than in the interrupted run, and other last bits.
 
-AOTAutograd then replaces the operations on a symbolic float by operations on a 0-d float64 tensor, so that
-the compiled code takes the number as an input. It can do so only for operators such as
-``mul(tensor, number)``. Where a symbolic float is an ``alpha=`` or ``value=``, a bound of ``clamp`` or an
-element of a ``_foreach_`` list, the number becomes a constant after all, and the step is compiled again each
-time it changes: SGD with a scheduler on a float ``lr`` was compiled once a step, until Dynamo gave up on it.
+AOTAutograd then makes a symbolic float a 0-d float64 tensor, an input of the code, for operators such as
+``mul(tensor, number)``. Where it is an ``alpha=`` or ``value=``, a bound of ``clamp`` or an element of a
+``_foreach_`` list, the number would become a constant after all, and the step be compiled again each time it
+changes. So the operator is decomposed, while AOTAutograd traces it, into the multiplications and additions
+that it stands for (:func:`decompositions`). Graphs without symbolic floats are not touched, except for
+``lerp``: torch has another formula for weights from 1/2 on, so that a changing weight would choose between
+two, and a sum behind a choice is not known to be one. Here all have the first.
 
-So wherever a symbolic float meets an operator, the operator is decomposed, while AOTAutograd traces it, into
-the multiplications and additions that it stands for (:func:`decompositions`). Graphs without symbolic floats
-are not touched, except for ``lerp``: torch has another formula for weights from 1/2 on, so that a weight that
-changes would choose between two, and a sum behind a choice is not known to be one. Here all have the first.
-
-``math.pow(beta, step)``, the usual bias correction, fails one stage earlier: Dynamo itself makes the
-arguments of ``math`` functions constants. A Python spelling that Dynamo can trace is ``float(beta) **
-float(step)``, and Dynamo is told to trace that (``torch_compat/patch_numbers.py``).
+Dynamo makes the arguments of ``math`` functions constants, such as ``math.pow(beta, step)``, the usual bias
+correction. It is told to trace ``float(beta) ** float(step)`` (``torch_compat/patch_numbers.py``).
 """
 
 from __future__ import annotations
@@ -87,7 +82,6 @@ def _numbers_of(optimizer: Optimizer) -> dict[Place, Real]:
 
 
 def _within(value: Any, *place: int | str) -> Iterator[tuple[Place, Real]]:
-    """Yield the numbers in nested containers, each with the keys that lead to it."""
     if isinstance(value, Real) and not isinstance(value, bool):
         yield place, value
     elif isinstance(value, (Mapping, list, tuple)):
@@ -104,7 +98,6 @@ def _changed_numbers(optimizer: Optimizer) -> list[Place] | None:
 
 
 def _note_changed(optimizer: Optimizer, places: Sequence[Place]) -> None:
-    """Note where numbers have changed according to an optimizer's checkpoint."""
     records.of(optimizer, _Numbers).changed = places
 
 
@@ -125,7 +118,6 @@ def decompositions() -> dict[Any, Decomposition]:
 
 
 def _functional_overloads() -> Iterator[Any]:
-    """Yield the tensor overloads of each operator that has a rule for symbolic numbers."""
     lists = (f"aten.{name}" for name in dir(torch.ops.aten) if name.startswith("_foreach_"))
     ruled = (name for name, row in OPERATORS.items() if row.composite or row.with_number or row.each)
     for name in dict.fromkeys((*ruled, *lists)):

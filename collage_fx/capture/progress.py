@@ -1,8 +1,7 @@
 """Progress of a compilation: a line in the log, and a clock in a terminal.
 
-The line is a warning the first time in a process if standard error is no terminal (a log file, a notebook, a
-job of Slurm), so that a program which has configured no logging shows why its first step takes long.
-The line that ends it is the report's headline: number of compensated tensors, and seconds.
+It is a warning the first time in a process if standard error is no terminal (a log file, a notebook), so that
+a program which has configured no logging shows why its first step takes long.
 """
 
 from __future__ import annotations
@@ -35,7 +34,6 @@ def show_progress(subject: str, *, log: bool = True) -> Iterator[None]:
 
 
 def _level() -> int:
-    """Return the level of the line: WARNING once in a job, where no terminal shows a clock; else INFO."""
     global _has_warned
     distributed = torch.distributed
     is_first = not (distributed.is_available() and distributed.is_initialized() and distributed.get_rank())

@@ -2,30 +2,28 @@
 
 Note [Recorded steps]
 ---------------------
-Dynamo captures a step from its bytecode. It cannot do so where the step branches on the value of a tensor
-inside its loop over the parameters (``if norm > 0:``), calls into NumPy, or calls ``torch.compile`` itself.
-Python runs such a step instead, under a :class:`Recorder`. Operations on tensors are not executed but
-recorded, and their results are :class:`~collage_fx.capture.segment.Deferred` tensors, of which only shape and
-dtype are known. When the step asks for a value (``float(norm)``), and when it ends, the backend compiles the
-recorded operations, as it compiles a graph that Dynamo has captured, and executes them (a *flush*). Then the
-deferred tensors that are still referenced become ordinary tensors, in place (``torch.utils.swap_tensors``).
+Dynamo cannot capture a step that branches on the value of a tensor inside its loop over the parameters
+(``if norm > 0:``), calls into NumPy, or calls ``torch.compile`` itself. Python runs such a step instead,
+under a :class:`Recorder`: operations on tensors are recorded, and their results are
+:class:`~collage_fx.capture.segment.Deferred` tensors, of which only shape and dtype are known. When the step
+asks for a value (``float(norm)``), and when it ends, the backend compiles the recorded operations like a
+captured graph, and executes them (a *flush*). Then the deferred tensors that are still referenced become
+ordinary tensors, in place (``torch.utils.swap_tensors``).
 
 * Each flush splits its operations into components that have no tensor in common, mostly the update of one
   parameter each. Equal components (up to numbers) are compiled once.
-* A deferred tensor that outlives a flush would be rounded to its storage format between two graphs. It gets
-  an error term like a parameter (``Role.CARRIED``), so that an update that is computed in one graph and
-  applied in another loses nothing.
+* A deferred tensor that outlives a flush gets an error term like a parameter (``Role.CARRIED``): an update
+  that is computed in one graph and applied in another is not rounded in between.
 * Operations on 0-d tensors with values (step counters) are executed at once, and so are random numbers,
   factories, factorizations of matrices, and operations whose result's shape depends on values. They read
   tensors with their error terms (:meth:`Recorder._execute_now`). Random numbers of 16 bits are recorded: they
   serve stochastic rounding, which error terms make unnecessary.
 * Python floats that change are arguments of the compiled graphs: Note [Constants and inputs] in
-  ``compiled.py``. So are shapes, once a step brings other shapes than the steps before it. An operator that
-  takes no such number as an argument, and is given new numbers again and again, is executed at once as well.
+  ``compiled.py``. So are shapes, once they change. An operator that takes no such number as an argument, and
+  is given new numbers again and again, is executed at once as well.
 * State is not packed: no component shows all that the step does with a state (``refusals.py``).
-
-Recording costs Python time for each operation. A step that makes the calls of an earlier one is not recorded
-again: Note [Matched steps] in ``matching.py``.
+* A step that makes the calls of an earlier one is not recorded again: Note [Matched steps] in
+  ``matching.py``.
 """
 
 from __future__ import annotations
@@ -140,7 +138,6 @@ class Recorder(TorchDispatchMode):
         self._entered: list[Token[bool]] = []
 
     def finish(self, *, successfully: bool) -> None:
-        """End a step: execute the recorded operations, or drop them."""
         try:
             if successfully:
                 self.flush()
@@ -201,7 +198,6 @@ class Recorder(TorchDispatchMode):
             self.is_dispatching = before
 
     def _dispatched(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
-        """Execute or record an operation."""
         if any(map(is_wrapper, types)):
             return NotImplemented  # its class calls operators on the tensors inside, which are recorded
         kwargs = kwargs or {}
@@ -328,7 +324,6 @@ class Recorder(TorchDispatchMode):
         return next((each for each in tensors if storage_of(each) == storage_of(whole)), whole)
 
     def _converted(self, tensor: Tensor, dtype: torch.dtype) -> Tensor:
-        """Record a cast of a tensor."""
         return cast(Tensor, self._record(signature_of(aten._to_copy.default), (tensor,), {"dtype": dtype}))
 
     def _may_have_error_terms(self, tensor: Tensor) -> bool:
@@ -351,7 +346,6 @@ class Recorder(TorchDispatchMode):
     # -- operations that are recorded
 
     def _record_each(self, signature: Signature, args: Any, kwargs: dict[str, Any]) -> Any:
-        """Record a ``_foreach_`` operator element by element: elements are separate updates."""
         assert signature.element_rule is not None
         with self:
             results = each_element(signature.element_rule, *args, **kwargs)
@@ -362,7 +356,6 @@ class Recorder(TorchDispatchMode):
         return None
 
     def _record(self, signature: Signature, args: Any, kwargs: dict[str, Any]) -> Any:
-        """Record an operation; return its deferred results."""
         segment = self.segment
         given = dict(zip(signature.names, args, strict=False))
         given.update(kwargs)
@@ -414,7 +407,6 @@ class Recorder(TorchDispatchMode):
     # -- tensors that the step has met
 
     def _value_of(self, tensor: Tensor) -> int:
-        """Return the number of a tensor in the segment."""
         if type(tensor) is Deferred:
             if not self.segment.has(tensor):
                 raise left_uncomputed("an operation")
@@ -426,7 +418,6 @@ class Recorder(TorchDispatchMode):
         return inputs[key]
 
     def _input(self, tensor: Tensor) -> int:
-        """Return the number of a real tensor: an input of the segment, or a view of an input."""
         segment = self.segment
         storage = _storage_of(tensor)
         if storage not in segment.of_storage:
@@ -450,7 +441,6 @@ class Recorder(TorchDispatchMode):
     # -- what becomes of it
 
     def flush(self) -> None:
-        """Execute the recorded operations; deferred tensors that are still referenced become real."""
         segment, self.segment = self.segment, Segment()
         is_within = self.is_dispatching and len(segment.operations) > self.called_at
         self.called_at = 0
@@ -481,7 +471,6 @@ class Recorder(TorchDispatchMode):
             self._make_views(segment, pattern.kept)
 
     def _make_views(self, segment: Segment, kept: Sequence[int]) -> None:
-        """Make the results that are views of others, or of inputs."""
         for value in kept:
             base = segment.base(value)
             if base != value:
@@ -506,7 +495,6 @@ class Recorder(TorchDispatchMode):
             self._executed.append(deferred)
 
     def _settle(self) -> None:
-        """Replace deferred tensors that torch was holding on to when they were executed."""
         executed, self._executed = self._executed, []
         while executed:
             deferred = executed.pop()
@@ -576,12 +564,10 @@ def is_recording() -> bool:
 
 
 def _storage_of(tensor: Tensor) -> int:
-    """Return an identifier of a tensor's storage; -1 for a deferred tensor."""
     return -1 if type(tensor) is Deferred else storage_of(tensor)
 
 
 def _size_stride_offset(tensor: Tensor) -> tuple[tuple[int, ...], tuple[int, ...], int]:
-    """Return the sizes, strides and storage offset of a tensor."""
     spec = Spec.of(tensor)
     return spec.size, spec.stride, int(tensor.storage_offset())
 

@@ -2,12 +2,10 @@
 
 Note [Two doors]
 ----------------
-Most cases for which compensated arithmetic is not defined show in the captured graph, and are refused there
+Most cases for which compensated arithmetic is not defined are refused in the captured graph
 (:func:`refuse_aliases`, :func:`refuse_unsupported`). Some never get that far: at a sparse gradient Dynamo
-breaks the graph and runs the step eagerly, without compensation and without asking any backend, and AdamW's
-own refusal of it arrives wrapped as an internal error of Dynamo. So an optimizer is checked as soon as Dynamo
-begins to trace its step (:func:`refuse_optimizer`), which is also early enough for a refused step to leave
-``optimizer.state`` unchanged.
+runs the step eagerly, without asking any backend. So an optimizer is checked as soon as Dynamo begins to
+trace its step (:func:`refuse_optimizer`), early enough for a refused step to leave its state unchanged.
 """
 
 from __future__ import annotations
@@ -278,7 +276,6 @@ def number_of_the_past(gm: GraphModule) -> Node | None:
 
 
 def _refuse_dtype(parameter: Tensor, name: str) -> None:
-    """Raise for a parameter of complex or integer dtype."""
     if not parameter.dtype.is_floating_point:
         raise UnsupportedTensorError(
             f"a parameter of dtype {parameter.dtype}; error terms are defined for real floating-point "
@@ -290,7 +287,6 @@ def _refuse_dtype(parameter: Tensor, name: str) -> None:
 
 
 def _refuse_subclass(parameter: Tensor, name: str) -> None:
-    """Raise for a parameter of a tensor subclass that is made of other tensors."""
     if is_wrapper(local_tensor(parameter)):
         raise UnsupportedTensorError(
             f"a low-precision parameter of class {type(parameter).__name__}: the step updates the tensors "
@@ -308,7 +304,6 @@ def refuse_devices(optimizer: Optimizer) -> None:
 
 
 def _refuse_device(tensor: Tensor, name: str) -> None:
-    """Raise for a tensor on an untested device."""
     if refused := device_facts(tensor.device).refused:
         kind = "low-precision" if is_low_precision(tensor.dtype) else "packed"
         raise UnsupportedTensorError(
@@ -319,7 +314,6 @@ def _refuse_device(tensor: Tensor, name: str) -> None:
 
 
 def _aliased(where: str) -> AliasedStateError:
-    """Make the error for tensors that share memory."""
     return AliasedStateError(
         "several tensors of this step share memory and at least one of them is updated, so that an error "
         "term would belong to two tensors at once",
@@ -330,7 +324,6 @@ def _aliased(where: str) -> AliasedStateError:
 
 
 def _sharing_memory(known: Iterable[KnownTensor]) -> list[str]:
-    """Return the names of the first group of low-precision tensors in one storage."""
     groups: dict[int, list[str]] = {}
     for entry in known:
         tensor = local_tensor(entry.tensor)

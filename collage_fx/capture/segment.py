@@ -46,7 +46,6 @@ class Spec(NamedTuple):
         return Spec(tuple(tensor.shape), tensor.stride(), tensor.dtype, tensor.device)
 
     def empty(self) -> Tensor:
-        """Allocate a tensor with this specification."""
         return torch.empty_strided(self.size, self.stride, dtype=self.dtype, device=self.device)
 
 
@@ -125,7 +124,6 @@ class Operation:
     def with_arguments(
         self, args: Sequence[Any], kwargs: dict[str, Any], number_of: Callable[[Tensor], int]
     ) -> Operation:
-        """Set the arguments; ``number_of`` returns a tensor's number in the segment."""
         names, quantities = self.signature.names, self.signature.quantities
         self.form = (
             tuple([self._taken_apart(*each, number_of) for each in zip(args, quantities, strict=False)]),
@@ -195,13 +193,11 @@ class Segment:
     written: set[int] = field(default_factory=set)  # values that operations overwrite; all are bases
 
     def add(self, operation: Operation) -> None:
-        """Add an operation with its arguments."""
         operation.first_number = len(self.numbers)
         self.numbers += operation.numbers
         self.operations.append(operation)
 
     def add_input(self, tensor: Tensor) -> int:
-        """Add a real tensor that spans its memory; return its number."""
         number = len(self.values)
         self.values.append(_Value(tensor, Spec.of(tensor), number))
         return number
@@ -227,15 +223,12 @@ class Segment:
         return operation.results[0]
 
     def has(self, deferred: Deferred) -> bool:
-        """Return whether a deferred tensor belongs to this segment."""
         return deferred.value < len(self.values) and self.values[deferred.value].tensor is deferred
 
     def base(self, value: int) -> int:
-        """Return the number of the value whose memory a value shares."""
         return self.values[value].base
 
     def is_input(self, value: int) -> bool:
-        """Return whether a value is an input."""
         return self.values[value].made_by is None
 
     def still_referenced(self, *, by_python: bool) -> list[int]:

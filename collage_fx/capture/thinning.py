@@ -1,8 +1,4 @@
-"""Choice of the rows to trace, among the lists that a step of torch.optim loops over.
-
-Dynamo takes longer than everything after it, and needs to see only two rows of each layout: Note [One of each
-family] in ``families.py``.
-"""
+"""Choice of the rows of torch.optim's lists to trace: Note [One of each family] in ``families.py``."""
 
 from __future__ import annotations
 
@@ -20,6 +16,11 @@ from collage_fx.state import has_error_terms, packed_format
 from collage_fx.torch_compat import ThinnedLists, local_tensor, sharding_of
 
 
+def is_of_concern(parameter: Tensor, packs: bool) -> bool:
+    """Return whether a step of a parameter is rewritten: of low precision, or float32 if state is packed."""
+    return is_low_precision(parameter.dtype) or (packs and parameter.dtype is torch.float32)
+
+
 def rows_to_trace(
     optimizer: Optimizer, rows: tuple[tuple[Any, ...], ...], *, come_and_go: bool, packs: bool
 ) -> ThinnedLists | None:
@@ -35,7 +36,7 @@ def rows_to_trace(
     values = [value for row in rows for value in row if not (value is None and come_and_go)]
     if not all(isinstance(value, Tensor) and is_plain(value) for value in values):
         return None
-    if not any(is_low_precision(value.dtype) or (packs and value.dtype is torch.float32) for value in values):
+    if not any(is_of_concern(value, packs) for value in values):
         return None
     alike: dict[Hashable, list[int]] = defaultdict(list)
     for i, row in enumerate(rows):
@@ -72,17 +73,14 @@ class ListRows:
                     self.second[t, of] = r
 
     def parameter_beside(self, value: Any) -> Any:
-        """Return the parameter in the row of a tensor."""
         t, _, r = self.cells[id(value)]
         return self.value((t, 0, r))
 
     def value(self, cell: Cell) -> Any:
-        """Return the tensor of a cell."""
         t, c, r = cell
         return self.thinned[t].rows[r][c]
 
     def is_left_out(self, value: Any) -> bool:
-        """Return whether a tensor is in a row that was not traced."""
         t, _, r = self.cells.get(id(value), (0, 0, -1))
         return r >= 0 and r not in self.thinned[t].kept
 

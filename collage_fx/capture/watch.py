@@ -2,50 +2,41 @@
 
 Note [Nothing unnoticed]
 ------------------------
-The compiled graphs compensate. There are six ways past them, and each is checked where it begins, which costs
+The compiled graphs compensate. There are six ways past them, each checked where it begins, which costs
 nothing in a step that is compiled already:
 
-* *Dynamo gives up on a function* that has been compiled too often, and runs it uncompiled from then on, for
-  every optimizer of the class. It never does so for this backend: each optimizer has a limit of its own,
-  whose count begins anew when the optimizer is loaded. A step that reaches Dynamo's ``recompile_limit`` is
-  recorded from then on. So are the steps inside another function at :data:`COMPILATIONS` times the limit, and
-  Python runs that function; a function that updates tensors of no optimizer is refused
-  (:func:`_before_conversion`).
+* *Dynamo gives up on a function* that has been compiled too often. For this backend it never does: each
+  optimizer has a limit of its own, counted anew once the optimizer is loaded. A step at Dynamo's
+  ``recompile_limit`` is recorded from then on, steps inside another function at :data:`COMPILATIONS` times
+  the limit; a function that updates tensors of no optimizer is refused (:func:`_before_conversion`).
 * *A graph break inside an update* hands the operation that caused it, and in a loop the whole function, to
-  eager execution. When Dynamo reports a graph break, before anything of that function has run, the optimizer
-  is recorded from then on: Note [Recorded steps] in ``recorder.py`` (:func:`_at_graph_break`). So it is where
-  Dynamo or AOTAutograd fails (:func:`_at_failed_conversion`), where a captured graph would fail and the step
-  catches what eager torch raises (:func:`record_instead`), and where a step may ask for classes that Dynamo
-  does not see (:func:`_record_if_classes_matter`). If Python is in the middle of that very step, the function
-  and the rest of the step are recorded (``recording.beginning_here``): what came before was compensated, as
-  a step of torch.optim that the step calls. So are steps that torch has not wrapped, and functions of no
-  optimizer that update weights in lines of their own (``updates.py``), if Dynamo leaves them to Python and
-  they are called without gradients: from the break to the end of the call of what ``torch.compile`` returned
-  (``recording.beginning_in_call``). With gradients they may differentiate, and are refused. A break in the
-  closure of a step of torch.optim, or in a function that updates nothing itself, leaves the update whole.
-  (Dynamo can be made to resume loops after a
-  break. It then reads the parameters of later iterations at the wrong index of an iterator: steps came out
-  wrong without an error.)
-* *Reading a tensor's value* (``norm.item()``) would break the graph too; it is captured instead, unless the
-  step goes on to branch on it.
-* *Steps that Dynamo does not trace*: sparse gradients, optimizers whose step is disabled for Dynamo. See Note
-  [Two doors] in ``refusals.py``. For ``fused=True`` Dynamo is given something else to trace: Note [A wish for
-  speed] in ``torch_compat/fused_updates.py``.
+  eager execution. The optimizer is recorded instead, before anything of the function has run: Note [Recorded
+  steps] in ``recorder.py`` (:func:`_at_graph_break`). So it is where Dynamo or AOTAutograd fails
+  (:func:`_at_failed_conversion`), where a captured graph would fail and the step catches what eager torch
+  raises (:func:`record_instead`), and where a step may ask for classes that Dynamo does not see
+  (:func:`_record_if_classes_matter`). In the middle of a step, the rest of the step is recorded
+  (``recording.beginning_here``): what came before was compensated. Steps that torch has not wrapped, and
+  functions that update weights in lines of their own (``updates.py``), are recorded from the break to the end
+  of the call of what ``torch.compile`` returned (``recording.beginning_in_call``), if they are called without
+  gradients; with gradients they may differentiate, and are refused. A break in a closure, or in a function
+  that updates nothing itself, leaves the update whole. (Dynamo can resume loops after a break, but then reads
+  later parameters at the wrong index of an iterator: steps came out wrong without an error.)
+* *Reading a tensor's value* (``norm.item()``) is captured, unless the step goes on to branch on it.
+* *Steps that Dynamo does not trace*, such as those with sparse gradients: Note [Two doors] in
+  ``refusals.py``. For ``fused=True`` Dynamo traces something else: Note [A wish for speed] in
+  ``torch_compat/fused_updates.py``.
 * *Steps that run eagerly.* A program that compiles or installs an optimizer's step requests compensated steps
-  (:class:`_Request`). Every optimizer runs torch's global hooks when it is stepped eagerly, in whatever
-  thread, and our hook checks the request (:func:`_before_eager_step`). If Python is in a call of a function
-  that ``torch.compile`` returned, torch refuses to compile, because of its stance or
-  ``TORCH_COMPILE_DISABLE``: the step is recorded, and run operation by operation, this once. If not, the
-  program has called the step itself instead of the compiled one, or the step of another optimizer (a new one,
-  a copy, a loaded one) whose parameters belong to a compensated step. Both are refused, unless the optimizer
-  whose step is compensated holds the other: then the other is recorded.
-* *Compiling the model with this backend*, and not the step. A forward pass is left to Inductor; the second
-  eager step of its parameters, without error terms, is reported (:func:`_check_plain_step`: a first step may
-  be taken by something compiled inside, or before the others).
+  (:class:`_Requested`), which a global hook of torch checks (:func:`_before_eager_step`). If Python is in a
+  call of what ``torch.compile`` returned, torch has been told not to compile: the step is recorded, and run
+  operation by operation, this once. If not, the program has called the step itself instead of the compiled
+  one, or the step of another optimizer (a new one, a copy, a loaded one) of the same parameters. Both are
+  refused, unless the optimizer whose step is compensated holds the other: then the other is recorded.
+* *Compiling the model with this backend*, and not the step: the second eager step of its parameters is
+  reported (:func:`_check_plain_step`; the first may be taken by something compiled inside).
 
 ``strict`` backends raise a :class:`~collage_fx.errors.CollageError`; others warn once for each optimizer and
-reason. Writes to parameters and state between two steps, by the program or by another method of the
-optimizer, are checked at the next step: Note [Written between two steps] in ``state/written.py``.
+reason. Writes between two steps are checked at the next step: Note [Written between two steps] in
+``state/written.py``.
 """
 
 from __future__ import annotations
@@ -101,7 +92,7 @@ from collage_fx.capture.refusals import (
     refuse_unknown_torch,
     remember_state,
 )
-from collage_fx.capture.thinning import rows_to_trace
+from collage_fx.capture.thinning import is_of_concern, rows_to_trace
 from collage_fx.capture.updates import line_that_updates, within_reach
 from collage_fx.errors import (
     CollageError,
@@ -193,13 +184,6 @@ class _Compilations(Counter[Any]):
     """
 
 
-class _Stepped(dict[int, ref[Optimizer]]):
-    """Part of the compiler object of a call of ``torch.compile``: optimizers that its callable steps.
-
-    By ``id``, and not a ``WeakSet``, of which each step would have to call eight functions.
-    """
-
-
 @dataclass
 class _ReadForward:
     """Part of a low-precision parameter that a differentiated graph reads."""
@@ -218,16 +202,15 @@ class _Requested:
 
 @dataclass(eq=False)
 class _Facts:
-    """Facts about the steps of an optimizer: a part of its record."""
-
     calls_compiled: bool = False  # whether its step runs eagerly and calls compiled code
     checked: Any = None  # state of all records when it had no parameters of another's compensated step
     is_traced_again: bool = False  # after an exception that Dynamo would raise
 
 
-def _request(optimizer: Optimizer, requested: _Requested) -> _Requested:
+def _request(optimizer: Optimizer, request: Request, *, is_compiled: bool = False) -> _Requested:
     """Ask for compensated steps of an optimizer, unless somebody has; return the request."""
-    return records.find(optimizer, _Requested) or records.put(optimizer, requested)
+    requested = records.find(optimizer, _Requested)
+    return requested or records.put(optimizer, _Requested(request, is_compiled))
 
 
 def start_watch() -> None:
@@ -254,7 +237,6 @@ def start_watch() -> None:
 
 
 def _request_now() -> Request | None:
-    """Return the request for the step that Dynamo traces; None if it is not compensated."""
     return Request.of(*backend_being_traced_for())
 
 
@@ -458,30 +440,29 @@ def _after_conversion(request: Request, compiler: Any, code: CodeType, variables
             record(subject, request, _too_many(subject, code).met)
         records.of(subject, _Compilations)[_compilation_key(subject, code)] += 1
         if isinstance(subject, Optimizer):
-            records.of(compiler, _Stepped)[id(subject)] = ref(subject)
+            records.of(compiler, CompiledCode).stepped[id(subject)] = ref(subject)
             note_held(subject)
 
 
 def _before_call(compiler: Any) -> None:
     """Check for replaced tensors of the optimizers that a compiled callable steps; drop stale code."""
-    compiled = records.find(compiler, CompiledCode)
-    if compiled is not None and compiled.is_stale:
+    if (compiled := records.find(compiler, CompiledCode)) is None:
+        return
+    if compiled.is_stale:
         records.drop(compiler, CompiledCode)
         for code in compiled.codes.values():
             drop_code(code)
-    for reference in [*(records.find(compiler, _Stepped) or {}).values()]:
+    for reference in [*compiled.stepped.values()]:
         optimizer = reference()
         if optimizer is not None and not is_recorded(optimizer):  # recorded steps check for themselves
             settle_replaced(optimizer)
 
 
 def _done(subject: Optimizer | CodeType, code: CodeType) -> int:
-    """Return how often a function has been compiled for a subject."""
     return records.of(subject, _Compilations)[_compilation_key(subject, code)]
 
 
 def _is_at_limit(subject: Optimizer | CodeType, code: CodeType) -> bool:
-    """Return whether a function has been compiled for a subject as often as it may be."""
     is_a_step = is_step_wrapper(code) or (isinstance(subject, Optimizer) and is_step_of(subject, code))
     return _done(subject, code) >= dynamo_recompile_limit() * (1 if is_a_step else COMPILATIONS)
 
@@ -511,7 +492,6 @@ def _wrapped_code(code: CodeType, variables: Mapping[str, Any]) -> CodeType:
 
 
 def _too_many(subject: Optimizer | CodeType, code: CodeType) -> CollageError:
-    """Make the error for a function that is compiled too often."""
     named, of, in_a_trainer = code, f"of {type(subject).__name__} ", ""
     if isinstance(subject, CodeType):  # perhaps a trainer's step, which runs the model as a closure
         named, of = subject, ""
@@ -561,7 +541,6 @@ def _at_graph_break(code: CodeType, graph_break: GraphBreak) -> None:
 
 
 def _record_or_refuse(code: CodeType, graph_break: GraphBreak) -> None:
-    """Record the optimizer whose update a graph break is in, or refuse it."""
     request, optimizer = _request_now(), graph_break.optimizer
     if request is None:
         return
@@ -632,22 +611,14 @@ def _record_or_refuse_function(code: CodeType, graph_break: GraphBreak, request:
 
 
 def _has_updates_of_concern(request: Request, optimizer: Optimizer) -> bool:
-    """Return whether a step of an optimizer is rewritten."""
     packs = request.backend.options.packs
     return any(is_of_concern(parameter, packs) for _, parameter in parameter_names(optimizer))
-
-
-def is_of_concern(parameter: Tensor, packs: bool) -> bool:
-    """Return whether a step of a parameter is rewritten: of low precision, or float32 if state is packed."""
-    return is_low_precision(parameter.dtype) or (packs and parameter.dtype is torch.float32)
 
 
 # -- compensated steps are asked for
 
 
 class _Requests:
-    """Requests of a process."""
-
     any_made = False  # whether ``torch.compile`` has been given a backend of ours
     newest_is_strict = False  # whether the newest step that was compiled is strict
 
@@ -669,7 +640,7 @@ def note_compiled_step(optimizer: Optimizer, request: Request) -> None:
     if calls_compiled_function(optimizer):
         records.of(optimizer, _Facts).calls_compiled = True
         return
-    requested = _request(optimizer, _Requested(request))
+    requested = _request(optimizer, request)
     requested.is_compiled = True
     if request.strict:
         requested.request = requested.request._replace(strict=True)
@@ -693,17 +664,15 @@ def not_compiled_yet(backend: Any) -> list[str]:
 
 
 def _strict_in_copies(optimizer: Optimizer) -> bool | None:
-    """Return whether copies of an optimizer are strict; None if its step is not compiled."""
     requested = records.find(optimizer, _Requested)
     return requested.request.strict if requested is not None and requested.is_compiled else None
 
 
-def _request_for_copy(optimizer: Optimizer, strict: bool) -> None:
-    """Register a request for compensated steps of an optimizer's copy."""
-    _request(optimizer, _Requested(Request(None, {}, strict), is_compiled=True))
-
-
-carry_along("strict", _strict_in_copies, _request_for_copy)
+carry_along(
+    "strict",
+    _strict_in_copies,
+    lambda copy, strict: _request(copy, Request(None, {}, strict), is_compiled=True),
+)
 
 
 def _at_torch_compile(backend: Any, keywords: dict[str, Any], function: Any) -> None:
@@ -718,7 +687,7 @@ def _at_torch_compile(backend: Any, keywords: dict[str, Any], function: Any) -> 
     for optimizer in _optimizers_of(function):
         if not records.has(optimizer, _Requested):
             _warn_of_wide_parameters(optimizer, request.backend)
-        _request(optimizer, _Requested(request))
+        _request(optimizer, request)
         _prepare(optimizer, request)
 
 
@@ -731,9 +700,10 @@ def _prepare(optimizer: Optimizer, request: Request) -> None:
 
 def _warn_of_wide_parameters(optimizer: Optimizer, backend: Any) -> None:
     """Log a warning if no parameter is of low precision, unless state of float32 parameters may be packed."""
-    dtypes = {parameter.dtype for _, parameter in parameter_names(optimizer)}
-    packs = backend.options.packs and torch.float32 in dtypes
-    if dtypes and not packs and dtypes <= {torch.float32, torch.float64}:
+    parameters = [parameter for _, parameter in parameter_names(optimizer)]
+    dtypes = {each.dtype for each in parameters}
+    is_rewritten = any(is_of_concern(each, backend.options.packs) for each in parameters)
+    if parameters and not is_rewritten and dtypes <= {torch.float32, torch.float64}:
         log.warning(
             "%s: no error terms: its parameters are %s (autocast keeps them so). For pure bf16, call "
             "model.to(torch.bfloat16)",
@@ -799,7 +769,6 @@ def _eager_calls(optimizer: Optimizer, requested: _Requested | None) -> Iterator
 
 
 def _record_eager_step(optimizer: Optimizer, function: Any, request: Request) -> None:
-    """Record a step that torch runs eagerly, or refuse it."""
     low = (name for name, p in parameter_names(optimizer) if is_low_precision(p.dtype))
     if (first := next(low, None)) is None:
         return
@@ -877,7 +846,6 @@ def _check_step_of_another(optimizer: Optimizer) -> bool:
 
 
 def _take_over_or_refuse(optimizer: Optimizer, name: str, owner: Optimizer | None) -> None:
-    """Compensate an optimizer's steps if the owner of its parameters holds it; else refuse them."""
     requested = None if owner is None else records.find(owner, _Requested)
     if requested is not None and optimizer in held_optimizers(owner):
         reason = f"{type(owner).__name__}, which holds it, calls them outside of its own step"
