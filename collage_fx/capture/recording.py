@@ -180,7 +180,6 @@ def _restore_numbers(optimizer: Optimizer, numbers: Numbers) -> None:
 
 
 def _note_resumed(optimizer: Optimizer, is_resumed: bool) -> None:
-    """Note that an optimizer goes on with recorded steps."""
     records.of(optimizer, Recorded).is_resumed = is_resumed
 
 
@@ -243,14 +242,13 @@ class _Begun:
     def __init__(self, recording: _Recording, *, had_gradients: bool) -> None:
         self.outside = partial(recording.outside, had_gradients=had_gradients)
         self._had_gradients = had_gradients
-        self._stack = ExitStack()
-        self._stack.enter_context(recording.recorded())
+        self._recorded = recording.recorded()
+        self._recorded.__enter__()
 
     @torch.compiler.disable
     def end(self, error: BaseException | None) -> None:
-        """End the recording with the step, which may have raised an exception."""
         try:
-            self._stack.__exit__(None if error is None else type(error), error, None)
+            self._recorded.__exit__(None if error is None else type(error), error, None)
         finally:
             torch.set_grad_enabled(self._had_gradients)
 
@@ -290,8 +288,8 @@ def beginning_here(request: Request, reason: str, *, level: int = logging.INFO) 
     This recording ends with the step. None if Python is in no step.
     """
     variables = variables_on_the_stack(is_switch)
-    if variables is None or variables["begun"] or is_in_closure():
-        return None
+    if variables is None or "begun" not in variables or variables["begun"] or is_in_closure():
+        return None  # in none, or in one that is recorded
     optimizer, begun = variables["self"], variables["begun"]
 
     def begin() -> None:
@@ -325,15 +323,15 @@ def beginning_again() -> Callable[[], None] | None:
         return None
 
     def begin() -> None:
-        stack = ExitStack()
         recording.meet(each for each in pytree.tree_leaves(call.arguments) if isinstance(each, Tensor))
-        stack.enter_context(recording.recorded())
+        recorded = recording.recorded()
+        recorded.__enter__()
 
         def end() -> None:
             error = None if call.has_returned() else sys.exc_info()[1]
             has_gradients = torch.is_grad_enabled()  # the call has left its own contexts
             try:
-                stack.__exit__(None if error is None else type(error), error, None)
+                recorded.__exit__(None if error is None else type(error), error, None)
             except Refused as refusal:
                 raise refusal.remove_dynamo_frames() from None
             finally:
@@ -385,7 +383,6 @@ class _Recording:
 
     @torch.compiler.disable
     def run(self, step: Callable[..., Any], optimizer: Optimizer, args: Any, kwargs: dict[str, Any]) -> Any:
-        """Run one step under the recorder."""
         if is_recording():  # an optimizer inside another one that is being recorded
             return step(optimizer, *args, **kwargs)
         outside = partial(self.outside, had_gradients=torch.is_grad_enabled())
@@ -401,7 +398,6 @@ class _Recording:
         self._others = WeakSet(each for each in stepped_optimizers() if each not in known)
 
     def _stepped(self) -> list[Optimizer]:
-        """Return the optimizers that live."""
         return [each for reference in self._references if (each := reference()) is not None]
 
     @contextmanager
@@ -455,15 +451,11 @@ class _Recording:
         self._steps_that_compiled = self._steps_that_compiled + 1 if self._has_compiled else 0
 
     def _refuse(self, optimizer: Optimizer) -> None:
-        """Raise, or warn, if the steps of an optimizer cannot be recorded as the options ask.
-
-        A single step that torch is told not to compile may unpack state: the next compiled step packs it
-            again.
-        """
+        """Raise, or warn, if the steps of an optimizer cannot be recorded as the options ask."""
         try:
             refuse_optimizer(optimizer)
             refuse_distributed(optimizer, self.reason)
-            if not self.is_for_one_step:
+            if not self.is_for_one_step:  # which may unpack state: the next compiled step packs it again
                 refuse_packed(optimizer, self.request.backend.options.state, self.reason)
         except CollageError as refusal:
             raise_or_warn(optimizer, refusal, strict=self.request.strict)
@@ -472,7 +464,6 @@ class _Recording:
             self.request.backend.refuse_excess(optimizer)
 
     def _look_at(self) -> None:
-        """Note the parameters and gradients."""
         self._parameters.clear()
         self._ids.clear()
         self._gradients.clear()
@@ -516,7 +507,6 @@ class _Recording:
         )
 
     def _known(self) -> dict[int, KnownTensor]:
-        """Return the tensors that the optimizers hold, by ``id``."""
         return known_tensors({f"{type(each).__name__}_{i}": each for i, each in enumerate(self._stepped())})
 
     def _kind_of(self, tensor: Tensor, is_written: bool) -> Any:
@@ -541,7 +531,6 @@ class _Recording:
         return role, kind_of_new, keeps_error
 
     def _is_gradient(self, tensor: Tensor) -> bool:
-        """Return whether a tensor is the gradient of a parameter."""
         reference = self._gradients.get(id(tensor))
         return reference is not None and reference() is tensor
 

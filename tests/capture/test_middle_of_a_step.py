@@ -14,6 +14,7 @@ from torch.optim import SGD, AdamW, Optimizer
 from torch.optim.optimizer import _use_grad_for_differentiable
 
 from collage_fx import CollageBackend, backend_of, error_terms, full_value, install
+from collage_fx.capture.recording import Request, record
 from collage_fx.errors import UnsupportedOptimizerError
 from tests.support.training import Descent, compiled, errors_beside_float64, parameters, set_gradients
 
@@ -327,6 +328,19 @@ def test_a_closure_that_another_step_calls_differentiates(inner: Any, before: st
         exact.step(exact_closure)
     for p, q, x in zip(low, high, start, strict=True):
         assert float((full_value(p).double() - q).norm() / (q - x).norm()) < COMPENSATED
+
+
+class FailingBackend(CollageBackend):
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        raise ValueError("this backend fails")
+
+
+def test_a_failure_in_the_closure_of_a_recorded_step_is_told_as_it_is() -> None:
+    optimizer = BranchesBehindItsClosure(parameters(shapes=SHAPES[:1]), lr=LR)
+    record(optimizer, Request(CollageBackend(), {}, True), "for a test")
+    fails = torch.compile(lambda x: x * 2, backend=FailingBackend())
+    with pytest.raises(Exception, match="this backend fails"):
+        optimizer.step(lambda: fails(torch.ones(3)))
 
 
 def test_an_exception_in_the_rest_of_a_step_ends_the_recording() -> None:
