@@ -15,6 +15,7 @@ from torch.optim import SGD, AdamW
 
 from collage_fx import CollageBackend, error_terms, full_value, install
 from collage_fx.capture.recording import is_recorded
+from collage_fx.capture.updates import line_that_updates, within_reach
 from collage_fx.errors import GraphBreakError
 from tests.support.training import Descent, parameters, set_gradients
 from tests.support.warned import warned
@@ -406,3 +407,70 @@ def test_what_is_found_by_one_parameter_is_not_taken_for_another(dtype: torch.dt
         off = (full_value(p) - twin.detach()).abs()
         # A step rounds once, to float32; bfloat16 and its error terms hold as much.
         assert (off <= 4 * 2.0**-24 * twin.detach().abs()).all()
+
+
+class OfLines:
+    """Functions of one or two lines behind their first."""
+
+    def in_place(p, ps, m):  # type: ignore[no-untyped-def]
+        m = p + 1
+        p.add_(m)
+
+    def of_a_list(p, ps, m):  # type: ignore[no-untyped-def]
+        torch._foreach_add_(ps, 1)
+        p.add_(m)
+
+    def of_an_element(p, ps, m):  # type: ignore[no-untyped-def]
+        for q in ps:
+            q += 1
+
+    def of_elements(p, ps, m):  # type: ignore[no-untyped-def]
+        print(p, ps, m)
+        return [q.__imul__(2) or q.mul_(2) for q in ps]
+
+    def of_its_data(p, ps, m):  # type: ignore[no-untyped-def]
+        p.data = m
+
+    def to_its_data(p, ps, m):  # type: ignore[no-untyped-def]
+        p.data += m
+
+    def of_nothing(p, ps, m):  # type: ignore[no-untyped-def]
+        m = p.add(1)
+        m += 1
+        m.x = m.frobnicate_()
+
+    def of_gradients(p, ps, m):  # type: ignore[no-untyped-def]
+        p.grad.zero_()
+        p.grad = m
+
+    def of_flags(p, ps, m):  # type: ignore[no-untyped-def]
+        p.requires_grad_().detach_().retain_grad_()
+        m.share_memory_()
+
+
+@pytest.mark.parametrize(
+    ("name", "line"),
+    [
+        *(("in_place", 2), ("of_a_list", 1), ("of_an_element", 2), ("of_elements", 2), ("of_its_data", 1)),
+        *(("to_its_data", 1), ("of_nothing", None), ("of_gradients", None), ("of_flags", None)),
+    ],
+)
+def test_a_line_that_updates_tensors_is_found(name: str, line: int | None) -> None:
+    code = vars(OfLines)[name].__code__
+    assert line_that_updates(code) == (None if line is None else code.co_firstlineno + line)
+
+
+def test_a_function_without_source_may_update_tensors_everywhere() -> None:
+    code = compile("\n\nlambda p: p", "nowhere", "eval").co_consts[0]
+    assert line_that_updates(code) == code.co_firstlineno
+
+
+def test_weights_are_found_among_variables_and_in_objects() -> None:
+    p, q = parameters(shapes=[(2,), (3,)])
+    optimizer = SGD([q])
+    model = torch.nn.Linear(2, 2)
+    trainer = Plain([p])
+    trainer.inner = optimizer  # type: ignore[attr-defined]
+    optimizers, weights = within_reach({"self": trainer, "model": model, "x": torch.ones(2), "n": 1})
+    assert optimizers == [optimizer]
+    assert [id(each) for each in weights] == [id(p)]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
+from functools import cache, partial
 from typing import Any
 
 import pytest
@@ -453,20 +454,164 @@ class ReturnsMore(Optimizer):
         return loss, 1
 
 
+class PassesByName(PassesOn):
+    def step(self, closure: Any = None) -> Any:
+        return self.inner.step(closure=closure)
+
+
+class LooksFirst(Optimizer):
+    """A step that imports, checks and raises before it calls its closure."""
+
+    def step(self, closure: Any = None, scale: Any = 1) -> Any:
+        import math
+
+        assert scale
+        if not callable(scale):
+            pass
+        elif scale is math:
+            raise ValueError
+        loss = None
+        if closure is not None:
+            loss = closure()
+        return loss
+
+
+class AsksForTwo(Optimizer):
+    def step(self, closure: Any = None, only: Any = None) -> Any:
+        return closure() if closure and only else None
+
+
+class AsksForOneOfTwo(Optimizer):
+    def step(self, closure: Any = None, only: Any = None) -> Any:
+        return closure() if closure or only else None
+
+
+class AsksWhetherNot(Optimizer):
+    def step(self, closure: Any = None, only: Any = None) -> Any:
+        return None if not closure or not only else closure()
+
+
+class Demands(Optimizer):
+    def step(self, closure: Any = None) -> Any:
+        assert closure is not None
+        loss = closure()
+        return loss
+
+
+class DependsElsewhere(Optimizer):
+    def step(self, closure: Any = None) -> Any:
+        loss = closure() if closure is not None else None
+        if closure is not None:
+            self.zero_grad()
+        return loss
+
+
+class KeepsTheLoss(Optimizer):
+    def step(self, closure: Any = None) -> Any:
+        if closure is not None:
+            self.loss = closure()
+        return None
+
+
+class HasAnotherLoss(Optimizer):
+    def step(self, closure: Any = None) -> Any:
+        loss = closure() if closure is not None else self.last
+        return loss
+
+
+class HasAnotherLossElse(Optimizer):
+    def step(self, closure: Any = None) -> Any:
+        if closure is not None:  # noqa: SIM108
+            loss = closure()
+        else:
+            loss = self.last
+        return loss
+
+
+class DoesMore(Optimizer):
+    def step(self, closure: Any = None) -> Any:
+        loss = None
+        if closure is not None:
+            loss = closure()
+            self.zero_grad()
+        return loss
+
+
+class DoesMoreInside(Optimizer):
+    def step(self, closure: Any = None) -> Any:
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+                self.zero_grad()
+        return loss
+
+
+class ReturnsEarly(Optimizer):
+    def step(self, closure: Any = None, only: Any = None) -> Any:
+        if only:
+            return None
+        return closure() if closure is not None else None
+
+
+class ReturnsTwice(Optimizer):
+    def step(self, closure: Any = None) -> Any:
+        if closure is not None:
+            return closure()
+        return self.last
+
+
+class LoopsFirst(Optimizer):
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            group["lr"] = 1
+        return closure() if closure is not None else None
+
+
+class AsksByCalling(Optimizer):
+    def step(self, closure: Any = None) -> Any:
+        return closure() if _is_called(closure) else None
+
+
+class IsALambda(Optimizer):
+    step = lambda self, closure=None: closure()  # type: ignore[assignment]  # noqa: E731
+
+
+def _call(self: Any, closure: Any) -> Any:
+    return closure()
+
+
+class IsNoFunction(Optimizer):
+    step = partial(_call, None)  # type: ignore[assignment]
+
+
+class IsDecorated(Optimizer):
+    @cache  # noqa: B019
+    def step(self, closure: Any = None) -> Any:
+        return closure()
+
+
+def _is_called(value: Any) -> bool:
+    return value() is not None
+
+
 def _exists(value: Any) -> bool:
     return value is not None
 
 
 def made(kind: type[Optimizer]) -> Any:
     optimizer = object.__new__(kind)
-    if kind is PassesOn:
+    if issubclass(kind, PassesOn):
         optimizer.inner = torch.optim.SGD(parameters())  # type: ignore[attr-defined]
     return optimizer
 
 
 @pytest.mark.parametrize(
     "kind",
-    [torch.optim.AdamW, torch.optim.SGD, CallsFirst, PassesOn, CallsAHelper, CallsFirstElse],
+    [
+        *(torch.optim.AdamW, torch.optim.SGD, CallsFirst, PassesOn, CallsAHelper, CallsFirstElse),
+        *(PassesByName, LooksFirst, AsksForTwo, AsksWhetherNot),
+    ],
 )
 def test_a_closure_that_is_called_first_for_its_result_need_not_be_handed_over(kind: type[Optimizer]) -> None:
     call = first_call(made(kind))
@@ -474,7 +619,13 @@ def test_a_closure_that_is_called_first_for_its_result_need_not_be_handed_over(k
     assert call.is_only_returned
 
 
-@pytest.mark.parametrize("kind", [UsesTheLoss, NeedsIt, ReturnsMore])
+@pytest.mark.parametrize(
+    "kind",
+    [
+        *(UsesTheLoss, NeedsIt, ReturnsMore, AsksForOneOfTwo, Demands, DependsElsewhere, KeepsTheLoss),
+        *(HasAnotherLoss, HasAnotherLossElse, DoesMore, DoesMoreInside, ReturnsTwice),
+    ],
+)
 def test_the_result_of_a_closure_is_handed_over_to_a_step_that_uses_it(kind: type[Optimizer]) -> None:
     call = first_call(made(kind))
     assert call is not None
@@ -494,11 +645,33 @@ def test_the_result_of_a_closure_is_handed_over_to_a_step_that_uses_it(kind: typ
             Inherits,
             TakesBack,
         ),
-        *(Ignores, Descent),
+        *(Ignores, Descent, LoopsFirst, AsksByCalling, IsALambda, IsNoFunction, IsDecorated, ReturnsEarly),
     ],
 )
 def test_any_other_closure_is_handed_over(kind: type[Optimizer]) -> None:
     assert first_call(made(kind)) is None
+
+
+@pytest.mark.parametrize(
+    ("kind", "arguments", "is_called"),
+    [
+        (CallsFirst, {"closure": print}, True),
+        (CallsFirst, {"closure": None}, False),
+        (CallsFirst, {}, False),
+        (CallsAHelper, {"closure": print, "only": None}, True),
+        (CallsAHelper, {"closure": print, "only": 1}, False),
+        (AsksWhetherNot, {"closure": print, "only": 1}, True),
+        (AsksWhetherNot, {"closure": print, "only": 0}, False),
+        (CallsFirstElse, {"other": 1, "evaluate": print}, True),
+        (torch.optim.SGD, {"closure": print}, True),
+    ],
+)
+def test_a_closure_is_called_if_the_step_would_call_it(
+    kind: type[Optimizer], arguments: dict[str, Any], is_called: bool
+) -> None:
+    call = first_call(made(kind))
+    assert call is not None
+    assert call.holds(arguments) is is_called
 
 
 def test_an_installed_step_calls_its_closure_itself() -> None:
