@@ -133,7 +133,7 @@ class _Reader:
         conditions = [each for each in self._around(call) if isinstance(each, (ast.If, ast.IfExp))]
         if len(conditions) > 1 or not self._comes_first(call):
             return None
-        asked = conditions[0] if conditions else None
+        asked = conditions.pop() if conditions else None
         if not all(self._is_asked_for(each, asked) for each in used):
             return None
         is_negated = asked is not None and call not in _walk(asked.body)
@@ -164,8 +164,8 @@ class _Reader:
         use = self._parents[name]
         if asked is not None and name in ast.walk(asked.test):
             return True
-        if isinstance(use, ast.Compare) and isinstance(use.ops[0], (ast.Is, ast.IsNot)):
-            return True
+        if isinstance(use, ast.Compare):
+            return all(isinstance(each, (ast.Is, ast.IsNot)) for each in use.ops)
         is_condition = isinstance(use, (ast.If, ast.IfExp, ast.Assert)) and use.test is name
         return is_condition or isinstance(use, ast.UnaryOp) or (isinstance(use, ast.Call) and self._asks(use))
 

@@ -412,38 +412,38 @@ def test_what_is_found_by_one_parameter_is_not_taken_for_another(dtype: torch.dt
 class OfLines:
     """Functions of one or two lines behind their first."""
 
-    def in_place(p, ps, m):  # type: ignore[no-untyped-def]
+    def in_place(p: Any, ps: Any, m: Any) -> Any:
         m = p + 1
         p.add_(m)
 
-    def of_a_list(p, ps, m):  # type: ignore[no-untyped-def]
+    def of_a_list(p: Any, ps: Any, m: Any) -> Any:
         torch._foreach_add_(ps, 1)
         p.add_(m)
 
-    def of_an_element(p, ps, m):  # type: ignore[no-untyped-def]
+    def of_an_element(p: Any, ps: Any, m: Any) -> Any:
         for q in ps:
             q += 1
 
-    def of_elements(p, ps, m):  # type: ignore[no-untyped-def]
+    def of_elements(p: Any, ps: Any, m: Any) -> Any:
         print(p, ps, m)
         return [q.__imul__(2) or q.mul_(2) for q in ps]
 
-    def of_its_data(p, ps, m):  # type: ignore[no-untyped-def]
+    def of_its_data(p: Any, ps: Any, m: Any) -> Any:
         p.data = m
 
-    def to_its_data(p, ps, m):  # type: ignore[no-untyped-def]
+    def to_its_data(p: Any, ps: Any, m: Any) -> Any:
         p.data += m
 
-    def of_nothing(p, ps, m):  # type: ignore[no-untyped-def]
+    def of_nothing(p: Any, ps: Any, m: Any) -> Any:
         m = p.add(1)
         m += 1
         m.x = m.frobnicate_()
 
-    def of_gradients(p, ps, m):  # type: ignore[no-untyped-def]
+    def of_gradients(p: Any, ps: Any, m: Any) -> Any:
         p.grad.zero_()
         p.grad = m
 
-    def of_flags(p, ps, m):  # type: ignore[no-untyped-def]
+    def of_flags(p: Any, ps: Any, m: Any) -> Any:
         p.requires_grad_().detach_().retain_grad_()
         m.share_memory_()
 

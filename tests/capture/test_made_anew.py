@@ -460,10 +460,11 @@ class PassesByName(PassesOn):
 
 
 class LooksFirst(Optimizer):
-    """A step that imports, checks and raises before it calls its closure."""
-
     def step(self, closure: Any = None, scale: Any = 1) -> Any:
+        """Import, check and raise before the closure is called."""
         import math
+
+        self._cuda_graph_capture_health_check()
 
         assert scale
         if not callable(scale):
@@ -515,7 +516,7 @@ class KeepsTheLoss(Optimizer):
 
 class HasAnotherLoss(Optimizer):
     def step(self, closure: Any = None) -> Any:
-        loss = closure() if closure is not None else self.last
+        loss = closure() if closure is not None else self.defaults["last"]
         return loss
 
 
@@ -524,7 +525,7 @@ class HasAnotherLossElse(Optimizer):
         if closure is not None:  # noqa: SIM108
             loss = closure()
         else:
-            loss = self.last
+            loss = self.defaults["last"]
         return loss
 
 
@@ -547,6 +548,80 @@ class DoesMoreInside(Optimizer):
         return loss
 
 
+class InheritsFirst(CallsFirst):
+    def step(self, closure: Any = None) -> Any:
+        return super().step(closure)
+
+
+class AssignsEither(Optimizer):
+    def step(self, closure: Any = None) -> Any:
+        loss = closure() if closure is not None else None
+        return loss
+
+
+class AsksForNeither(Optimizer):
+    def step(self, closure: Any = None, only: Any = None) -> Any:
+        return closure() if not (closure is None or only) else None
+
+
+class Checks(Optimizer):
+    def step(self, closure: Any = None) -> Any:
+        if not closure:
+            raise ValueError
+        assert closure
+        assert callable(closure)
+        loss = closure()
+        return loss
+
+
+class Converts(Optimizer):
+    def step(self, closure: Any = None) -> Any:
+        loss = None
+        if closure is not None:
+            loss = float(closure())
+        return loss
+
+
+class AsksItself(Optimizer):
+    def step(self, closure: Any = None) -> Any:
+        return closure() if closure is not None and self.defaults else None
+
+
+class AsksTwice(Optimizer):
+    def step(self, closure: Any = None, only: Any = None) -> Any:
+        loss = None
+        if closure is not None:  # noqa: SIM102
+            if only:
+                loss = closure()
+        return loss
+
+
+class ComparesIt(Optimizer):
+    def step(self, closure: Any = None, other: Any = None) -> Any:
+        same = closure == other
+        loss = closure()
+        return loss, same
+
+
+class ChoosesOne(Optimizer):
+    def step(self, closure: Any = None, other: Any = None) -> Any:
+        chosen = closure if other is None else other
+        return closure(), chosen
+
+
+class HandsOnAfterwards(Optimizer):
+    def step(self, closure: Any = None) -> Any:
+        loss = closure() if closure is not None else None
+        self.register_step_post_hook(closure)
+        return loss
+
+
+class CallsWithAnArgument(Optimizer):
+    def step(self, closure: Any = None) -> Any:
+        loss = closure(1)
+        return loss
+
+
 class ReturnsEarly(Optimizer):
     def step(self, closure: Any = None, only: Any = None) -> Any:
         if only:
@@ -558,7 +633,7 @@ class ReturnsTwice(Optimizer):
     def step(self, closure: Any = None) -> Any:
         if closure is not None:
             return closure()
-        return self.last
+        return self.defaults["last"]
 
 
 class LoopsFirst(Optimizer):
@@ -574,7 +649,7 @@ class AsksByCalling(Optimizer):
 
 
 class IsALambda(Optimizer):
-    step = lambda self, closure=None: closure()  # type: ignore[assignment]  # noqa: E731
+    step = lambda self, closure=None: closure()  # noqa: E731
 
 
 def _call(self: Any, closure: Any) -> Any:
@@ -582,7 +657,7 @@ def _call(self: Any, closure: Any) -> Any:
 
 
 class IsNoFunction(Optimizer):
-    step = partial(_call, None)  # type: ignore[assignment]
+    step = partial(_call, None)
 
 
 class IsDecorated(Optimizer):
@@ -610,7 +685,8 @@ def made(kind: type[Optimizer]) -> Any:
     "kind",
     [
         *(torch.optim.AdamW, torch.optim.SGD, CallsFirst, PassesOn, CallsAHelper, CallsFirstElse),
-        *(PassesByName, LooksFirst, AsksForTwo, AsksWhetherNot),
+        *(PassesByName, LooksFirst, AsksForTwo, AsksWhetherNot, InheritsFirst, AssignsEither),
+        AsksForNeither,
     ],
 )
 def test_a_closure_that_is_called_first_for_its_result_need_not_be_handed_over(kind: type[Optimizer]) -> None:
@@ -623,7 +699,7 @@ def test_a_closure_that_is_called_first_for_its_result_need_not_be_handed_over(k
     "kind",
     [
         *(UsesTheLoss, NeedsIt, ReturnsMore, AsksForOneOfTwo, Demands, DependsElsewhere, KeepsTheLoss),
-        *(HasAnotherLoss, HasAnotherLossElse, DoesMore, DoesMoreInside, ReturnsTwice),
+        *(HasAnotherLoss, HasAnotherLossElse, DoesMore, DoesMoreInside, ReturnsTwice, Checks, Converts),
     ],
 )
 def test_the_result_of_a_closure_is_handed_over_to_a_step_that_uses_it(kind: type[Optimizer]) -> None:
@@ -646,6 +722,7 @@ def test_the_result_of_a_closure_is_handed_over_to_a_step_that_uses_it(kind: typ
             TakesBack,
         ),
         *(Ignores, Descent, LoopsFirst, AsksByCalling, IsALambda, IsNoFunction, IsDecorated, ReturnsEarly),
+        *(AsksItself, AsksTwice, ComparesIt, ChoosesOne, HandsOnAfterwards, CallsWithAnArgument),
     ],
 )
 def test_any_other_closure_is_handed_over(kind: type[Optimizer]) -> None:

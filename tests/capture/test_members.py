@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 
 import collage_fx
 from collage_fx import CollageBackend, error_terms, full_value
-from collage_fx.capture import give_up_rows
+from collage_fx.capture import give_up_rows, stand_in_for
 from collage_fx.capture.recording import is_recorded
 from collage_fx.graph import StepProgram
 from collage_fx.pipeline import Pass, inserted
@@ -225,3 +225,12 @@ def test_an_installed_optimizer_has_members_that_come_and_go() -> None:
         set_some(params, seed, seed)
         optimizer.step(lambda: torch.zeros(()))
     assert len(collage_fx.backend_of(optimizer).report().graphs) <= COMPILATIONS
+
+
+@pytest.mark.parametrize("dtype", [None, torch.float32, torch.bfloat16])
+def test_a_placeholder_has_the_layout_of_a_gradient_and_no_memory(dtype: torch.dtype | None) -> None:
+    parameter = Parameter(torch.zeros(3, 5, dtype=torch.bfloat16).t())
+    gradient = stand_in_for(parameter, dtype)
+    assert (gradient.shape, gradient.stride()) == (parameter.shape, parameter.stride())
+    assert gradient.dtype is (dtype or torch.bfloat16)
+    assert gradient.untyped_storage().nbytes() == 0

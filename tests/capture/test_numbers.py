@@ -12,9 +12,10 @@ import pytest
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import CosineAnnealingWarmRestarts, LRScheduler, OneCycleLR
+from torch.optim.lr_scheduler import CosineAnnealingWarmRestarts, CyclicLR, LRScheduler, OneCycleLR
 
 from collage_fx import CollageBackend, explain, full_value, install
+from collage_fx.capture.numbers import scheduled_numbers
 from tests.support.training import Descent, differences, everything, parameters, set_gradients
 
 STEPS = 24
@@ -419,3 +420,25 @@ def test_a_checkpoint_names_numbers_in_the_state_of_any_parameter() -> None:
         set_gradients(params)
         optimizer.step()
     assert optimizer.state_dict()["collage_fx.changed"] == [("state", "scale")]
+
+
+def test_numbers_that_a_schedule_changes_are_known_before_it_does() -> None:
+    """A rate that is no default, or a scheduler's, with those of the other groups; cycled momentum."""
+    params = parameters(shapes=[(2,), (3,), (4,)])
+
+    def made(*rates: Any) -> Optimizer:
+        return torch.optim.SGD(
+            [{"params": [p], "lr": lr} for p, lr in zip(params, rates, strict=True)], momentum=0.9
+        )
+
+    rates = {("param_groups", i, "lr") for i in range(3)}
+    assert not {*scheduled_numbers(made(1e-3, 1e-3, 1e-3))}
+    assert {*scheduled_numbers(made(1e-3, 1e-2, 1e-3))} == rates
+    assert {*scheduled_numbers(made(1e-2, torch.tensor(1e-3), 1))} == {("param_groups", 0, "lr")}
+    scheduled = made(1e-3, 1e-3, 1e-3)
+    CosineAnnealingWarmRestarts(scheduled, 3)
+    assert {*scheduled_numbers(scheduled)} == rates
+    cycled = made(1e-3, 1e-3, 1e-3)
+    CyclicLR(cycled, 1e-3, 1e-2)
+    momenta = {("param_groups", i, *keys) for i in range(3) for keys in (("momentum",), ("betas", 0))}
+    assert {*scheduled_numbers(cycled)} == rates | momenta

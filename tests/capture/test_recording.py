@@ -20,6 +20,8 @@ from torch.torch_version import TorchVersion
 from collage_fx import CollageBackend, error_terms, full_value, install
 from collage_fx.capture import recording
 from collage_fx.capture.recording import RECORDING, Request, is_recorded, record
+from collage_fx.capture.segment import Operation
+from collage_fx.capture.signatures import draws_16_bits, is_index_of_integers, signature_of
 from collage_fx.errors import UncompensatedParameterError, UnsupportedTensorError
 from collage_fx.graph import factorizes
 from collage_fx.state.packed import is_packed
@@ -1417,3 +1419,59 @@ def test_a_recorded_step_does_not_find_what_dynamo_has_left_in_the_groups(dtype:
     run_steps(optimizer.step, params, range(2, 4))
     assert [group["capturable"] for group in optimizer.param_groups] == [False]
     assert optimizer.param_groups[0]["steps"] == 4
+
+
+# Operators, as the recorder sees them. ----------------------------------------------------------------------
+
+aten = torch.ops.aten
+
+
+@pytest.mark.parametrize(
+    ("operator", "writes", "results", "returns_several", "reads_no_values"),
+    [
+        (aten.add.Tensor, (), (("new", ""),), False, False),
+        (aten.add_.Tensor, ("self",), (("same", "self"),), False, False),
+        (aten.add.out, ("out",), (("same", "out"),), False, False),
+        (aten.t.default, (), (("view", "self"),), False, False),
+        (aten.detach.default, (), (("view", "self"),), False, True),
+        (aten.zeros_like.default, (), (("new", ""),), False, True),
+        (aten.split.Tensor, (), (("view", "self"),), True, False),
+        (aten.var_mean.default, (), (("new", ""), ("new", "")), True, False),
+        (aten._foreach_mul.Scalar, (), (("new", ""),), True, False),
+    ],
+    ids=str,
+)
+def test_what_an_operator_does_to_its_arguments(
+    operator: Any, writes: Any, results: Any, returns_several: bool, reads_no_values: bool
+) -> None:
+    found = signature_of(operator)
+    assert (found.writes, found.results) == (writes, results)
+    assert (found.returns_several, found.reads_no_values) == (returns_several, reads_no_values)
+    assert (found.element_rule is not None) is ("_foreach_" in str(operator))
+
+
+def test_numbers_to_calculate_with_and_sizes_are_told_apart() -> None:
+    def of(operator: Any, *args: Any, **kwargs: Any) -> tuple[list[float], list[int], list[int]]:
+        operation = Operation(signature_of(operator)).with_arguments(args, kwargs, lambda tensor: len(tensor))
+        return operation.numbers, operation.sizes, operation.tensors
+
+    p, q = torch.zeros(3), torch.zeros(4)
+    assert of(aten.add.Tensor, p, q, alpha=2) == ([2.0], [], [3, 4])
+    assert of(aten.clamp.default, p, None, 0.5) == ([0.5], [], [3])
+    assert of(aten.view.default, p, [5, 1, -1, 2]) == ([], [5, 2], [3])
+    assert of(aten.sum.dim_IntList, p, [2], True) == ([], [], [3])
+    assert of(aten._foreach_add.ScalarList, [p, q], [1.0, 2.0]) == ([1.0, 2.0], [], [3, 4])
+
+
+def test_random_bits_for_rounding_and_elements_by_their_index_are_recorded() -> None:
+    randint = aten.randint.low
+    assert draws_16_bits(randint, (0, 1 << 16, [3]), {})
+    assert draws_16_bits(aten.randint.default, (1 << 16, [3]), {})
+    assert not draws_16_bits(randint, (1, 1 << 16, [3]), {})
+    assert not draws_16_bits(randint, (0, 1 << 15, [3]), {})
+    assert not draws_16_bits(randint, (0, 1 << 16, [3]), {"generator": torch.Generator()})
+    p, at = torch.zeros(3), torch.tensor([0, 2])
+    assert is_index_of_integers(aten.index.Tensor, (p, [None, at]))
+    assert not is_index_of_integers(aten.index.Tensor, (p, [at, p > 0]))
+    assert not is_index_of_integers(aten.index.Tensor, (p, [torch.ones(3, dtype=torch.uint8)]))
+    assert not is_index_of_integers(aten.nonzero.default, (p, []))

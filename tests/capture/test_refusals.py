@@ -11,6 +11,7 @@ from torch.nn import Parameter
 from torch.testing._internal.two_tensor import TwoTensor
 
 from collage_fx import CollageBackend, error_terms, full_value, install
+from collage_fx.capture import first_overlap
 from collage_fx.choices import Strategy
 from collage_fx.errors import (
     AliasedStateError,
@@ -282,3 +283,14 @@ def test_the_none_strategy_refuses_nothing() -> None:
     p = Parameter(torch.randn(3, dtype=torch.complex64))
     p.grad = torch.ones_like(p)
     compiled(Descent([p]), strategy="none")()
+
+
+def test_memory_in_common_is_found_by_first_and_last_elements() -> None:
+    whole = torch.zeros(4, 6)
+    columns = [("left", whole[:, :3]), ("right", whole[:, 3:])]  # between each other's rows
+    rows = [("c", whole[2:]), ("b", whole[1:2]), ("a", whole[0])]
+    assert first_overlap(rows) is None
+    assert first_overlap([*rows, ("none", whole[1:1]), ("other", torch.zeros(4, 6))]) is None
+    assert first_overlap(columns) == ("left", "right")
+    assert first_overlap([("last", whole[3, 5:]), *rows]) == ("c", "last")
+    assert first_overlap([("last", whole[3, 5:]), *rows[1:], ("d", whole[2:].view(-1)[:-1])]) is None
