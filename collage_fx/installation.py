@@ -10,8 +10,8 @@ means it: Dynamo does not trace a forward and a backward pass. The compiled step
 returns the same result, or None if it would do nothing with the result but return it. The optimizer's own
 hooks run around the step, too.
 
-The step is the one that ``optimizer.step`` is, also if the program has set that attribute. A program that
-sets it afterwards is told so: Note [Replaced steps] in ``torch_compat/own_steps.py``.
+``optimizer.step`` may be an attribute that the program has set. A program that sets it afterwards is told so:
+Note [Replaced steps] in ``torch_compat/own_steps.py``.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ WRAPPERS = {
 #: Strategies, from no error terms to error terms of all state.
 STRATEGIES = get_args(Strategy)
 
-#: Attribute of the ``__init__`` of an installed class.
+#: Attribute of the ``__init__`` of an installed class: the replaced ``__init__``; None if it was inherited.
 MARK = "__collage_fx_installs__"
 
 Installed = TypeVar("Installed")
@@ -286,10 +286,10 @@ class CompiledStep:
         self.backend = backend
         #: Handle that steps some parameters in the backward pass; None if all are stepped here.
         self.release: Release | None = None
-        step = true_step(optimizer)
+        step = MethodType(true_step(optimizer), optimizer)
         #: Compiled step of the parameters that have a gradient.
-        self.run = torch.compile(MethodType(step, optimizer), backend=WeakBackend(backend))
-        self._signature = inspect.signature(MethodType(step, optimizer))
+        self.run = torch.compile(step, backend=WeakBackend(backend))
+        self._signature = inspect.signature(step)
         self._defaults = {each.name: each.default for each in self._signature.parameters.values()}
         self._first_call = first_call(optimizer)
         self._optimizer = optimizer
@@ -309,7 +309,7 @@ class CompiledStep:
     def _step(self, args: Any, kwargs: Any) -> Any:
         self._calls += 1
         if not (args or kwargs or self.release):
-            return self._watched(args, kwargs)
+            return self._run(args, kwargs)
         try:
             given = self._signature.bind(*args, **kwargs)
         except TypeError:  # the arguments do not fit, which Python then tells
@@ -318,15 +318,20 @@ class CompiledStep:
         if self.release is not None:
             self._refuse_with_release({} if given is None else given.arguments)
         if first is None or given is None or not first.holds({**self._defaults, **given.arguments}):
-            return self._step_of_the_rest(args, kwargs)
+            return self._run(args, kwargs)
         with torch.enable_grad():
             loss = given.arguments[first.name]()
         given.arguments[first.name] = None if first.is_only_returned else lambda: loss
-        returned = self._step_of_the_rest(given.args, given.kwargs)
+        returned = self._run(given.args, given.kwargs)
         return loss if first.is_only_returned else returned
 
-    def _watched(self, args: Any, kwargs: Any) -> Any:
-        """Run the compiled step; raise if the first that moves parameters leaves none of them a record."""
+    def _run(self, args: Any, kwargs: Any) -> Any:
+        """Run the compiled step, for the parameters that have not been stepped in the backward pass.
+
+        Raise if the first step that moves parameters leaves none of them a record.
+        """
+        if self.release is not None:
+            return self.release.finish(functools.partial(self.run, *args, **kwargs))
         if self._is_compensated or not self.backend.options.strict:
             return self.run(*args, **kwargs)
         low = [p for _, p in parameter_names(self._optimizer) if is_low_precision(p.dtype)]
@@ -371,8 +376,7 @@ class CompiledStep:
 
     def _refuse_replacement(self, step: Any) -> None:
         """Raise, or warn, about a step that has replaced this step."""
-        code = next(reversed(codes_of(step)), None)
-        name = "another callable" if code is None else code.co_name
+        name = codes[-1].co_name if (codes := codes_of(step)) else "another callable"
         label = type(self._optimizer).__name__
         refusal = EagerStepError(
             f"the step of this {label} has been replaced after install(), by {name}, which does not call the "
@@ -397,17 +401,11 @@ class CompiledStep:
                 "backward pass: then all parameters are stepped here",
             )
 
-    def _step_of_the_rest(self, args: Any, kwargs: Any) -> Any:
-        """Step the parameters that have not been stepped in the backward pass."""
-        if self.release is None:
-            return self._watched(args, kwargs)
-        return self.release.finish(functools.partial(self.run, *args, **kwargs))
-
 
 def _definition(step: Any) -> str:
     """Return the file and line where a callable is defined, in brackets; empty if they are not known."""
-    code = next(reversed(codes_of(step)), None)
-    return f" ({code.co_filename}:{code.co_firstlineno})" if code else ""
+    codes = codes_of(step)
+    return f" ({codes[-1].co_filename}:{codes[-1].co_firstlineno})" if codes else ""
 
 
 def inner_optimizers(optimizer: Any) -> Iterator[Optimizer]:
@@ -445,7 +443,6 @@ def _refuse_without_step(optimizer: Optimizer) -> None:
 
 
 def _install(optimizer: Optimizer, backend: CollageBackend) -> None:
-    """Install one optimizer."""
     if isinstance(before := own_step(optimizer), CompiledStep):
         remove_release(optimizer)
         forget_compiled_step(optimizer)
@@ -490,7 +487,6 @@ carry_along("backend", _backend_of_copies, lambda copy, backend: install(copy, b
 
 
 def _install_class(cls: Any, backend: CollageBackend | None, options: GivenOptions) -> Any:
-    """Install each optimizer of a class when it is made."""
     if not issubclass(cls, Optimizer) or cls.__module__.startswith("torch."):
         raise UnsupportedOptimizerError(
             f"{cls.__qualname__} is not an optimizer class of your own, of which every use may be changed",
@@ -505,12 +501,14 @@ def _install_class(cls: Any, backend: CollageBackend | None, options: GivenOptio
         original(self, *args, **kwargs)
         install(self, backend=backend, **options)
 
-    setattr(__init__, MARK, True)
+    setattr(__init__, MARK, vars(cls).get("__init__"))
     cls.__init__ = __init__
     return cls
 
 
 def _uninstall_class(cls: Any) -> None:
-    """Undo :func:`_install_class`."""
     if MARK in vars(vars(cls).get("__init__", cls)):
-        cls.__init__ = cls.__init__.__wrapped__
+        own = getattr(cls.__init__, MARK)
+        del cls.__init__
+        if own is not None:
+            cls.__init__ = own

@@ -25,8 +25,14 @@ from torch.optim.lr_scheduler import LambdaLR
 
 import collage_fx
 from collage_fx import CollageBackend, CollageError, backend_of, error_terms, full_value, install, uninstall
-from collage_fx.errors import ChangedTensorError, UnsupportedOptimizerError, UnsupportedTensorError
+from collage_fx.errors import (
+    ChangedTensorError,
+    InvalidOptionError,
+    UnsupportedOptimizerError,
+    UnsupportedTensorError,
+)
 from collage_fx.graph import DEVICES
+from collage_fx.installation import kept_backend
 from tests.support.substitutes import meta_device_as
 from tests.support.training import (
     Descent,
@@ -164,6 +170,33 @@ def test_it_can_be_installed_again_with_other_options() -> None:
     names = {name for name in everything(optimizer) if ".error." in name}
     assert names == {f"0.{i}.{slot}.error.0" for i in range(2) for slot in ("parameter", "exp_avg_sq")}
     assert backend_of(optimizer).options.strategy == "plus"
+
+
+def test_a_strategy_of_fewer_error_terms_drops_those_of_state(caplog: pytest.LogCaptureFixture) -> None:
+    optimizer = install(adamw(), strategy="plus")
+    run_steps(optimizer.step, params_of(optimizer), [0])
+    before = {name: x for name, x in everything(optimizer).items() if ".error." in name}
+    with caplog.at_level(logging.INFO, logger="collage_fx"):
+        for strategy in ("plus", "full", "none"):
+            install(optimizer, strategy=strategy)
+        assert {name for name in everything(optimizer) if ".error." in name} == before.keys()
+        assert "dropped" not in caplog.text
+        install(optimizer, strategy="full")
+        install(optimizer, strategy="light")
+    assert {name for name in everything(optimizer) if ".error." in name} == {
+        f"0.{i}.parameter.error.0" for i in range(2)
+    }
+    assert (
+        "AdamW: strategy='light' in place of 'full': the error terms of 2 state tensors are dropped, "
+        "param_groups[0].params[0].exp_avg_sq first"
+    ) in caplog.text
+
+
+def test_none_is_asked_for_like_any_other_value() -> None:
+    optimizer = install(adamw(), state="block8")
+    with pytest.raises(InvalidOptionError, match=r"state=None is asked .* installed with state='block8'"):
+        kept_backend(optimizer, {"state": None})
+    assert kept_backend(optimizer, {"backend": None}) is backend_of(optimizer)
 
 
 def test_after_uninstall_it_is_plain_torch_from_hi(reference: Optimizer) -> None:
@@ -501,6 +534,7 @@ def test_a_class_is_installed_with_options_and_uninstalled() -> None:
     assert backend_of(Derived(parameters())) is backend
     uninstall(Own)
     assert "step" not in vars(Own(parameters()))
+    assert "step" not in vars(Derived(parameters()))
     assert "step" not in vars(AdamW(parameters()))
 
 
