@@ -247,8 +247,8 @@ def test_wider_state_that_is_too_large_is_refused() -> None:
 
 
 def test_what_is_too_small_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"bytes_per_parameter=3, where this step takes 5\.07 at least"):
-        explain(adamw(parameters(shapes=SHAPES)), bytes_per_parameter=3)
+    with pytest.raises(ValueError, match=r"bytes_per_parameter=0\.5, where this step takes 5\.07 at least"):
+        explain(adamw(parameters(shapes=SHAPES)), bytes_per_parameter=0.5)
 
 
 def test_it_is_said_what_is_not_packed() -> None:

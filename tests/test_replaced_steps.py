@@ -104,7 +104,20 @@ def compiled_by_inductor(optimizer: Optimizer) -> Any:
     return torch.compile(method(optimizer))
 
 
-OWN = [compiled_by_inductor, method, branching_method, function, partial, Updating, the_class_step]
+def method_of_a_compiled_function(optimizer: Optimizer) -> Any:
+    return types.MethodType(torch.compile(update), optimizer)
+
+
+OWN = [
+    compiled_by_inductor,
+    method_of_a_compiled_function,
+    method,
+    branching_method,
+    function,
+    partial,
+    Updating,
+    the_class_step,
+]
 WRAPPERS = [around, around_by_name]
 
 

@@ -12,7 +12,7 @@ from torch.fx import Graph
 
 from collage_fx import CollageBackend
 from collage_fx.codegen import NoSpelling, table_kernel
-from collage_fx.torch_compat import TableKernel
+from collage_fx.torch_compat import TableKernel, no_kernels_ahead
 from collage_fx.torch_compat.patch_inductor import without_contraction
 from collage_tools.gpu_code.imaginary_cuda import CUDA, imaginary_cuda, machine_code
 from tests.codegen.test_kernels import F32, LENGTH, OPERATIONS, graph_of, patterns, same_bits
@@ -212,6 +212,9 @@ def test_a_kernel_is_waited_for_once(monkeypatch: pytest.MonkeyPatch) -> None:
         AsyncCompile, "triton", lambda self, name, source, device_str: futures.setdefault(source, Future())
     )
     kernel = TableKernel("waited_for_once", (), 1024, {True: "aligned", False: "unaligned"})
+    with no_kernels_ahead():
+        kernel.begin()
+    assert not futures
     kernel.begin()
     assert list(futures) == ["aligned"]  # while the step's other kernels are printed
     for aligned in (True, False):
