@@ -31,7 +31,6 @@ Architecture = Literal["sm_80", "sm_90", "sm_100", "gfx942"]
 #: fifth step.
 AUDIT_STEPS = 40
 
-
 #: A pass, whose class needs torch: collage_fx.pipeline.Pass.
 Pass = Any
 
@@ -41,15 +40,11 @@ Taking = TypeVar("Taking", bound=Callable[..., Any])
 def _option(
     default: Any, summary: str, text: str, *, registry: str = "", otherwise: str = "", in_shell: bool = False
 ) -> Any:
-    """Return the field of an option.
+    """Return the field of an option, with its effect in a few words and its documentation.
 
-    Args:
-        default: its default.
-        summary: its effect, in a few words.
-        text: its documentation.
-        registry: name of a table of ``collage_fx.numerics`` whose names are allowed, too.
-        otherwise: another remedy for a value that is not allowed.
-        in_shell: whether the command line offers it.
+    ``registry`` names a table of ``collage_fx.numerics`` whose names are allowed, too; ``otherwise`` is
+    another remedy for a value that is not allowed; ``in_shell`` says whether the command line offers the
+    option.
     """
     about = {"summary": summary, "text": text, "registry": registry, "otherwise": otherwise}
     return field(default=default, metadata=about | {"in_shell": in_shell})

@@ -6,10 +6,8 @@ The bytes of each combination of options in :data:`BUDGETS` are computed for the
 the table says how precise a combination is. The order is that of the study in docs/formats.md: the geometric
 mean of the errors measured for AdamW with beta2 = 0.999, three learning rates and two sizes of weights. The
 study has no ``byte`` with ``"block16"``, ``"plus"`` or ``"full"``. These stand just before ``byte`` with
-dithered state, as most of the error is that of the parameters there.
-
-One order for all is an approximation. Weights of 1 with a learning rate of 1e-5 lose more by ``byte`` than by
-``"block8"``, for example, and other optimizers may lose more by one format than AdamW does.
+dithered state, as most of the error is that of the parameters there. One order for all is an approximation:
+weights of 1 with a learning rate of 1e-5, for example, lose more by ``byte`` than by ``"block8"``.
 
 A recorded step is compiled in parts, before all of its state is known, and packs nothing. Its budget is that
 of a step which keeps two averages of gradients for each parameter, as Adam does. If it turns out to hold more
@@ -155,8 +153,8 @@ def refuse_excess(held: float, limit: float) -> None:
 def frontier(budgets: Sequence[Budget]) -> list[Budget]:
     """Return the budgets, of some with the smallest first, that are more precise than each of no more bytes.
 
-    Two budgets of as many bytes for the same error format treat all tensors alike: a strategy then adds no
-    error term, or a packed format packs nothing. The simpler one stands for both.
+    Two budgets of as many bytes for the same error format treat all tensors alike; the simpler stands for
+    both.
     """
     alike: dict[tuple[float, str], list[Budget]] = defaultdict(list)
     for budget in budgets:

@@ -136,11 +136,9 @@ class Options(OptionFields):
     def _check_value(self, option: Field[Any]) -> None:
         """Raise unless an option has one of its values with names, or a value of its type."""
         name, value, otherwise = option.name, getattr(self, option.name), option.metadata["otherwise"]
-        allowed: tuple[object, ...] = names_of(name)
-        if registry := option.metadata["registry"]:
-            allowed = tuple(getattr(numerics, registry))
-        if TYPES[name] is bool:
-            allowed = (True, False)
+        registry = option.metadata["registry"]
+        named: tuple[object, ...] = tuple(getattr(numerics, registry)) if registry else names_of(name)
+        allowed = (True, False) if TYPES[name] is bool else named
         if allowed and float not in get_args(TYPES[name]):
             optional = (None,) if getattr(Options, name) is None else ()
             refuse_unless(name, value, (*optional, *allowed), otherwise)
@@ -187,10 +185,7 @@ def refuse_unknown(names: Iterable[str]) -> None:
 
 
 def refuse_unless(name: str, value: object, allowed: Sequence[object], otherwise: str = "") -> None:
-    """Raise ``InvalidOptionError`` unless a value is allowed. ``True`` is not equal to 1 here.
-
-    ``otherwise`` is another remedy, for the message.
-    """
+    """Raise ``InvalidOptionError``, with another remedy, unless a value is allowed; True is not 1 here."""
     if not any(value is choice or (isinstance(value, str) and value == choice) for choice in allowed):
         raise InvalidOptionError(
             f"{name}={value!r} is not allowed",
