@@ -121,8 +121,8 @@ from collage_fx.state import (
     unpack,
 )
 from collage_fx.torch_compat import (
+    ConvertAgain,
     OpOverload,
-    TraceWhole,
     aot_input_of,
     boxed_call,
     compile_with_inductor,
@@ -273,7 +273,7 @@ class Compilation:
             if thinned_lists() or stand_in:
                 for optimizer in optimizers:
                     give_up_rows(optimizer)
-                raise TraceWhole
+                raise ConvertAgain(whole=True)
             assert isinstance(step, Reason)
             if not is_plain:
                 try:
@@ -282,7 +282,7 @@ class Compilation:
                     raise_or_warn(self, refusal, strict=self.options.strict)
             with torch.set_grad_enabled(needs_grad):
                 return self._noting(self._whole(step), optimizers)
-        except (CollageError, TraceWhole):
+        except (CollageError, ConvertAgain):
             for optimizer in optimizers:  # no step has been taken: remove state that the trace has made
                 forget_new_state(optimizer)
             raise

@@ -125,7 +125,6 @@ from collage_fx.torch_compat import (
     Place,
     RunEagerly,
     ThinnedLists,
-    TraceWhole,
     Watch,
     backend_being_traced_for,
     backend_within,
@@ -302,7 +301,7 @@ def _rows_to_trace(optimizer: Optimizer, rows: tuple[tuple[Any, ...], ...]) -> T
     if traced is None and has_stand_ins(optimizer):
         give_up_rows(optimizer)
         forget_new_state(optimizer)
-        raise TraceWhole
+        raise ConvertAgain(whole=True)
     return traced
 
 
@@ -537,7 +536,7 @@ def _at_graph_break(code: CodeType, graph_break: GraphBreak) -> None:
     if lists := thinned_lists():
         for each in lists:
             forget_new_state(each.optimizer)
-        raise TraceWhole
+        raise ConvertAgain(whole=True)
 
 
 def _record_or_refuse(code: CodeType, graph_break: GraphBreak) -> None:

@@ -35,7 +35,6 @@ if TYPE_CHECKING or is_used(__name__):
             ConvertAgain,
             Refused,
             RunEagerly,
-            TraceWhole,
             WeakBackend,
             backend_being_traced_for,
             backend_within,

@@ -34,7 +34,6 @@ DATA_ASSIGNMENTS: list[Any] = [torch.ops.aten.set_.source_Tensor]
 if hasattr(torch.ops.aten, "shallow_copy_data_"):
     DATA_ASSIGNMENTS.append(torch.ops.aten.shallow_copy_data_.default)
 
-
 Called = TypeVar("Called", bound=Callable[..., Any])
 
 
@@ -50,8 +49,7 @@ def boxed_call(called: Called) -> Called:
 def needs_autograd(gm: torch.fx.GraphModule, example_inputs: Sequence[Any]) -> bool:
     """Return whether a Dynamo graph computes a result that needs a gradient.
 
-    AOTAutograd's own test is not used: with gradients enabled it returns True for every in-place update
-    through ``.data`` of a parameter, the style of most optimizers without ``torch.no_grad``.
+    AOTAutograd's own test returns True with gradients enabled for every in-place update through ``.data``.
     """
     results = [n for n in gm.graph.output_node().all_input_nodes if n.op not in ("placeholder", "get_attr")]
     values = (*gm.parameters(), *gm.buffers(), *example_inputs)
@@ -66,7 +64,7 @@ def remove_gradient_modes(gm: torch.fx.GraphModule) -> None:
     """Remove the switches of gradients from a Dynamo graph that computes nothing that needs a gradient.
 
     ``torch.nn.init`` leaves them in a step without ``torch.no_grad``. AOTAutograd runs the graph, and would
-    go on with gradients enabled, as for a graph that has a backward pass.
+    go on with gradients enabled.
     """
     for node in gm.graph.find_nodes(op="call_function", target=SET_GRAD_ENABLED):
         gm.graph.erase_node(node)

@@ -32,17 +32,16 @@ RELIED_ON = (
 
 
 def traced_frame_variables() -> dict[str, Any]:
-    """Return the Python variables of the frame that Dynamo is compiling, as real objects.
+    """Return the variables of the frame that Dynamo is compiling, and the globals that its code uses.
 
-    Empty outside of Dynamo. Includes the globals that the frame's code uses, so that a step inside a user's
-    function is found, too.
+    Real objects; empty outside of Dynamo.
     """
     output = output_being_traced()
     if output is None:
         return {}
     frame = output.root_tx
-    global_names = {name: frame.f_globals[name] for name in frame.f_code.co_names if name in frame.f_globals}
-    return {**global_names, **frame.f_locals}
+    used = {name: frame.f_globals[name] for name in frame.f_code.co_names if name in frame.f_globals}
+    return {**used, **frame.f_locals}
 
 
 def traced_frame_name() -> str:
@@ -194,11 +193,11 @@ class RunEagerly(ShortenTraceback):
 
 
 class ConvertAgain(ShortenTraceback):
-    """Exception within a conversion: Dynamo traces the function again, which then takes another path."""
+    """Exception within a conversion: Dynamo traces the function again, which then takes another path.
 
-    def __init__(self) -> None:
+    If ``whole``, the lists that its step loops over are complete then.
+    """
+
+    def __init__(self, *, whole: bool = False) -> None:
         super().__init__(first_useful_frame=None)
-
-
-class TraceWhole(ConvertAgain):
-    """Exception within a conversion: Dynamo traces the function again, with complete lists."""
+        self.whole = whole

@@ -57,7 +57,7 @@ def symbol_source(value: torch.SymInt | torch.SymFloat) -> str:
 def decides_by_number(value: torch.Tensor) -> bool:
     """Return whether a trace has made a decision by the number in a 0-d input, read with ``item()``."""
     number = value.item_memo if isinstance(value, FakeTensor) else None
-    return number is not None and decisions_by([number]) > 0
+    return number is not None and bool(decisions_by([number]))
 
 
 def decisions_by(numbers: Sequence[Any]) -> int:
@@ -85,18 +85,15 @@ def detect_fake_mode(tensors: Iterable[torch.Tensor]) -> FakeTensorMode | None:
 class SymbolicScope:
     """Scope for a graph that is built from scratch, with fake tensors and symbols that belong to no capture.
 
-    It is a context manager: inside, graphs of its values can be built and compiled, even during another
-    compilation.
+    As a context manager: inside, graphs of its values can be compiled, even during another compilation.
 
     Attributes:
-        floats: the symbols of the inputs that are floats.
-        numbers: these inputs themselves.
+        numbers: the inputs that are floats.
     """
 
     def __init__(self) -> None:
         self.shape_env = ShapeEnv()
         self.fake_mode = FakeTensorMode(shape_env=self.shape_env)
-        self.floats: list[str] = []
         self.numbers: list[Any] = []
         self._inputs: list[Any] = []
         self._fakes: list[torch.Tensor] = []
@@ -145,7 +142,6 @@ class SymbolicScope:
         self._fakes.append(fake)  # the mode forgets fake tensors without references
         if is_float:
             number: Any = fake.item_memo
-            self.floats.append(str(number.node.expr))
             self.numbers.append(number)
         self._inputs.append(number if is_float else fake)
         return value

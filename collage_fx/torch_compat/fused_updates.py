@@ -14,13 +14,11 @@ compiled or recorded for this backend computes the update of ``fused=False``:
 
 A :class:`torch.amp.GradScaler` leaves two things to a fused optimizer: to divide the gradients by
 ``grad_scale``, and to change nothing if ``found_inf`` is not zero. Both are done around the update, as part
-of the step, in float32 arithmetic. So a float16 gradient, which a scaler itself refuses to unscale, does not
-underflow in the division. (``torch._fused_sgd_`` leaves a momentum that is created in a skipped step
-uninitialized. Here it is zero.)
+of the step, in float32 arithmetic, so that no float16 gradient underflows in the division. A momentum that is
+created in a skipped step is zero (``torch._fused_sgd_`` leaves it uninitialized).
 
-The kernels for GPUs also take moments of another dtype than their parameter, such as bfloat16 moments of a
-float32 parameter, which ``fused=False`` refuses. They compute such an update in float32 and round each result
-once, and so does :func:`_run_in_one_dtype`.
+The kernels for GPUs also take moments of another dtype than their parameter, which ``fused=False`` refuses.
+They compute such an update in float32 and round each result once, and so does :func:`_run_in_one_dtype`.
 """
 
 from __future__ import annotations
@@ -131,9 +129,7 @@ def _run_in_one_dtype(
     tensors, counts = (lists, ()) if update is sgd else (lists[:-1], lists[-1:])
     params, grads, *states = tensors
     dtypes = [_widest([values[i] for values in tensors if values]) for i in range(len(params))]
-    wide = [
-        [_converted(value, dtype) for value, dtype in zip(values, dtypes, strict=False)] for values in tensors
-    ]
+    wide = [list(map(_converted, values, dtypes)) for values in tensors]
     update(*wide, *counts, **options)
     for values, results in zip((params, *states), (wide[0], *wide[2:]), strict=True):
         for i, (value, result) in enumerate(zip(values, results, strict=True)):
@@ -144,7 +140,7 @@ def _run_in_one_dtype(
 
 
 def _widest(row: Sequence[Tensor | None]) -> torch.dtype:
-    """Return the dtype in which a row is computed: the narrowest that holds all of its dtypes."""
+    """Return the narrowest dtype that holds all dtypes of a row."""
     return functools.reduce(torch.promote_types, (value.dtype for value in row if value is not None))
 
 

@@ -43,10 +43,7 @@ FACT = "collage_fx_"
 
 
 def add_to_cache_key(gm: torch.fx.GraphModule, **facts: object) -> None:
-    """Add facts to the key of a graph in Inductor's cache.
-
-    Inductor's cache includes the attributes of the module in its key.
-    """
+    """Add facts to the key of a graph in Inductor's cache, which includes the module's attributes."""
     for name, fact in facts.items():
         setattr(gm, FACT + name, fact)
 
@@ -94,11 +91,12 @@ def _write_factors_out(graph: torch.fx.Graph) -> None:
     Inductor makes ``addmm`` of it, and (2.13 does) drops the factor: ``p.add_(a @ b, alpha=-lr)`` adds a @ b.
     """
     for node in graph.find_nodes(op="call_function", target=aten.add.Tensor):
-        x, y = node.args[:2]
-        if "alpha" in node.kwargs and aten.mm.default in (getattr(each, "target", None) for each in (x, y)):
+        x, y = node.args
+        is_of_matrices = any(each.target is aten.mm.default for each in node.all_input_nodes)
+        if "alpha" in node.kwargs and is_of_matrices and isinstance(y, torch.fx.Node):
             with graph.inserting_before(node):
                 scaled = graph.call_function(aten.mul.Tensor, (y, node.kwargs["alpha"]))
-            scaled.meta.update(y.meta if isinstance(y, torch.fx.Node) else {})
+            scaled.meta.update(y.meta)
             node.args, node.kwargs = (x, scaled), {}
 
 
@@ -109,8 +107,7 @@ _generated: ContextVar[list[str] | None] = ContextVar("_generated", default=None
 def generated_code() -> Iterator[list[str]]:
     """Context manager: collect the code that Inductor writes for each graph, Python and kernels, in a list.
 
-    The list includes code of graphs found in the cache, but nothing for graphs without a computation. On exit
-    it is appended to the list of the surrounding context, if any.
+    Code of graphs found in the cache, too. On exit the list is appended to that of the surrounding context.
     """
     sources, outer = list[str](), _generated.get()
     token = _generated.set(sources)
@@ -155,8 +152,7 @@ def inductor_faults() -> Iterator[None]:
 def _ours(error: BaseException) -> str:
     """Return file and line of this package at which an error began; empty if it began in torch.
 
-    Frames of other packages count as part of their caller. Empty for a RecursionError, which any frame may
-    raise.
+    Frames of other packages count as part of their caller. Empty for RecursionErrors, which any frame raises.
     """
     place, is_called = "", False
     for frame, line in traceback.walk_tb(error.__traceback__):
@@ -179,12 +175,11 @@ def compile_with_inductor(
 ) -> Callable[..., Any]:
     """Compile a Dynamo graph through AOTAutograd, with ``inner_compile`` instead of Inductor's own.
 
-    ``inner_compile`` replaces Inductor's own inner compilation. AOTAutograd applies ``decompositions``; if
-    they are None, it applies Inductor's (:func:`functional_decompositions`), and only ``inner_compile``
-    differs from plain Inductor. AOTAutograd's cache is off: on a hit it would return the code of an earlier
-    compilation without calling ``inner_compile``, so without error terms. Inductor's own cache, whose key is
-    the rewritten graph, stays on, so that a second process compiles faster. Symbolic numbers with
-    ``symbols_left_out`` are not in the graph, and stay symbols.
+    AOTAutograd applies ``decompositions``; None are Inductor's own (:func:`functional_decompositions`): then
+    only ``inner_compile`` differs from plain Inductor. AOTAutograd's cache is off: on a hit it would return
+    the code of an earlier compilation without calling ``inner_compile``, so without error terms. Inductor's
+    own cache, whose key is the rewritten graph, stays on. Symbolic numbers with ``symbols_left_out`` are not
+    in the graph, and stay symbols.
     """
     inputs = (*gm.parameters(), *gm.buffers(), *example_inputs)
     tensors = [value for value in inputs if isinstance(value, torch.Tensor)]
@@ -224,10 +219,9 @@ def functional_decompositions() -> dict[Any, Callable[..., Any]]:
 
 
 #: Settings of Inductor for few launches: a launch takes as long as moving megabytes, and a model has a
-#: hundred small tensors. Independent elementwise kernels are combined, eight or more per launch. Newer
-#: versions of Inductor first estimate the memory that this needs, but count in-place writes as new memory, so
-#: the limit is off. Kernels are not timed in several configurations, which would need copies of the written
-#: tensors.
+#: hundred small tensors. Independent elementwise kernels are combined, eight or more per launch. The limit of
+#: memory, an estimate that counts in-place writes as new memory, is off. Kernels are not timed in several
+#: configurations, which would need copies of the written tensors.
 COMBINED_LAUNCHES: dict[str, Any] = {
     "combo_kernels": True,
     "combo_kernels_pointwise_only": True,

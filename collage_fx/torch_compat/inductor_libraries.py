@@ -45,11 +45,9 @@ class _Options(cpp_builder.CppTorchOptions):
 def load_cpp_library(source: str, flags: Sequence[str] = ()) -> ctypes.CDLL:
     """Compile ``extern "C"`` functions by Inductor's compiler and flags, or load them from its cache folder.
 
-    The compiler may use every instruction of this processor. Other machines that share the folder compile a
-    library of their own if their processors have other instructions. Inductor itself tests first which
-    vectors its own C++ can be compiled for. That takes longer than all our kernels, which do not need it.
-
-    ``flags`` are given to the compiler after Inductor's.
+    The compiler may use every instruction of this processor; machines that share the folder and have others
+    compile a library of their own. Inductor would first test which vectors its own C++ can be compiled for,
+    which takes longer than all our kernels. ``flags`` are given to the compiler after Inductor's.
 
     Raises:
         torch._inductor.exc.CppCompileError: the compiler refuses the source.

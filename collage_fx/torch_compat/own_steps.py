@@ -31,20 +31,18 @@ RELIED_ON = (
     "torch.optim.lr_scheduler:LRScheduler.__init__ has _opt_called, _wrapped_by_lr_sched",
 )
 
-#: Attribute of an optimizer: function that its own step runs.
-_RUN = "__collage_fx_step__"
-#: Attribute of an optimizer's own step, and of scheduler wrappers around it: the previous step.
-_BEFORE = "__collage_fx_before__"
-#: Attributes of an optimizer: weak reference to our function, which the optimizer's own step is a method of;
-#: step of the program's that has been seen to call it.
-_OURS, _TRUSTED = "__collage_fx_ours__", "__collage_fx_trusted__"
-#: Attribute of an optimizer: handle of the hook that looks at its step when it is saved.
-_HOOK = "__collage_fx_hook__"
-#: Attribute of a guard: step that it is put around.
-_GUARDED = "__collage_fx_guarded__"
-
+#: Attributes of an optimizer: function that its own step runs; weak reference to our function, which the own
+#: step is a method of; step of the program's that has been seen to call it; handle of the hook that looks at
+#: the step when the optimizer is saved.
+_RUN, _OURS = "__collage_fx_step__", "__collage_fx_ours__"
+_TRUSTED, _HOOK = "__collage_fx_trusted__", "__collage_fx_hook__"
 #: Attributes of an optimizer while its own step runs: threads that are in it, and the optimizer's hooks.
 _INSIDE, _KEPT = "__collage_fx_inside__", "__collage_fx_hooks__"
+
+#: Attribute of an optimizer's own step, and of scheduler wrappers around it: the previous step.
+_BEFORE = "__collage_fx_before__"
+#: Attribute of a guard: step that it is put around.
+_GUARDED = "__collage_fx_guarded__"
 
 #: Attributes of an optimizer that hold its hooks before and after a step, and before saving.
 _PRE, _POST = "_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"
@@ -76,20 +74,20 @@ def note_true_step(optimizer: Optimizer) -> None:
 
     Also of the step of a class that does not call ``Optimizer.__init__``, which puts torch's wrapper around.
     """
-    step = vars(optimizer).get("step")
+    own = vars(optimizer)
+    step = own.get("step")
     if hasattr(step, _GUARDED):
-        step = vars(optimizer)["step"] = getattr(step, _GUARDED)
+        step = own["step"] = getattr(step, _GUARDED)
     if not _calls_ours(optimizer, step):
-        vars(optimizer).pop(TRUE, None)
-        unwrapped = (
-            MethodType(type(optimizer).step, optimizer) if _is_unwrapped(type(optimizer).step) else None
-        )
-        if (foreign := _foreign_step(optimizer) or unwrapped) is not None:
-            vars(optimizer)[TRUE] = _with_hooks(optimizer, foreign)
+        own.pop(TRUE, None)
+        foreign = _foreign_step(optimizer)
+        if foreign is None and _is_unwrapped(type(optimizer).step):
+            foreign = MethodType(type(optimizer).step, optimizer)
+        if foreign is not None:
+            own[TRUE] = _with_hooks(optimizer, foreign)
 
 
 def _is_unwrapped(step: Any) -> bool:
-    """Return whether a class's step is a function without torch's wrapper around."""
     return isinstance(step, FunctionType) and not is_step_wrapper(step.__code__)
 
 
@@ -202,8 +200,6 @@ def set_own_step(optimizer: Optimizer, run: OwnStep) -> None:
 
 
 def _guarding_zero_grad(optimizer: Optimizer) -> MethodType:
-    """Return a ``zero_grad`` that looks at the optimizer's step."""
-
     @functools.wraps(type(optimizer).zero_grad)
     def zero_grad(self: Optimizer, *args: Any, **kwargs: Any) -> None:
         if not torch.compiler.is_compiling():
@@ -272,15 +268,15 @@ class without_hooks:
                 del own[_INSIDE]
                 for name, kept in zip((_PRE, _POST), own.pop(_KEPT), strict=True):
                     added = own.pop(name)
-                    if added or kept is not None:
-                        own[name] = added if kept is None else kept
-                        own[name].update(added)
+                    if kept is not None:
+                        kept.update(added)
+                        own[name] = kept
 
 
 def _between_hooks(
     optimizer: Optimizer, run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
-    """Call the optimizer's hooks before and after ``run``, as torch does; return the result of ``run``."""
+    """Return the result of ``run``, between the optimizer's hooks, as torch calls them."""
     own = vars(optimizer)
     before, after = own.get(_KEPT, (own.get(_PRE), own.get(_POST)))
     for hook in (before or {}).values():

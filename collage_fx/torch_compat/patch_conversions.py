@@ -11,10 +11,9 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from types import CodeType
-from typing import Any
+from typing import Any, Literal
 
 import torch
-from torch import Tensor
 from torch._dynamo import config as dynamo_config
 from torch._dynamo import convert_frame, decorators, eval_frame
 from torch._dynamo.exc import ShortenTraceback, Unsupported
@@ -23,12 +22,7 @@ from torch._dynamo.types import ConvertFrameReturn
 from torch.optim import Optimizer
 
 from collage_fx.torch_compat import records
-from collage_fx.torch_compat.dynamo_trace import (
-    ConvertAgain,
-    RunEagerly,
-    TraceWhole,
-    backend_within,
-)
+from collage_fx.torch_compat.dynamo_trace import ConvertAgain, RunEagerly, backend_within
 from collage_fx.torch_compat.optim_frames import (
     codes_of,
     compiler_within,
@@ -44,7 +38,6 @@ from collage_fx.torch_compat.patch_numbers import noticing_burned_in, tracing_nu
 from collage_fx.torch_compat.patch_optimizers import (
     Place,
     Thin,
-    forget_thinned,
     thinning_lists,
     tracing_whole,
     watching_optimizers,
@@ -106,26 +99,23 @@ class Watch:
     """Callbacks about Dynamo's conversions of functions into graphs.
 
     Attributes:
-        is_watched: called with the backend given to ``torch.compile`` (never a name); returns whether it may
-            belong to collage_fx. The other callbacks are not called for other backends.
-        request_of: called with ``(backend, keywords)``, of which the latter are the ``mode`` and ``options``
-            given to ``torch.compile``, at the beginning of a conversion; returns a value for the callbacks
-            after it, which are not called if the value is None.
-        before: called with ``(request, code, variables)``. An exception ends the conversion and reaches the
-            user.
-        within: called with ``(compiler, code, variables)``; returns the context of a conversion. The
-            compiler is an object that identifies a call of ``torch.compile``.
-        after: called with ``(request, compiler, code, variables)`` after a graph was compiled.
-        failed: called like ``before``, with the exception that ended the conversion or the backend in it,
-            except a refusal; the exception is then raised again.
-        at_optimizer: see :func:`watching_optimizers`.
-        at_graph_break: see :func:`watching_graph_breaks`.
-        handed_over: called with ``(backend, keywords, function)`` when ``torch.compile`` is given a function.
-        rows_to_trace: see :func:`thinning_lists`.
-        is_of_concern: called with ``(request, optimizer)``; returns whether its updates are to be rewritten.
+        is_watched: whether a backend given to ``torch.compile`` (never a name) may belong to collage_fx. The
+            other callbacks are not called for other backends.
+        request_of: ``(backend, keywords)``, with the ``mode`` and ``options`` given to ``torch.compile`` -> a
+            value for the later callbacks of a conversion, which are not called if it is None.
+        before: ``(request, code, variables)``. An exception ends the conversion and reaches the user.
+        within: ``(compiler, code, variables)`` -> the context of a conversion. The compiler is an object that
+            identifies a call of ``torch.compile``.
+        after: ``(request, compiler, code, variables)``, after a graph was compiled.
+        failed: like ``before``, with the exception that ended the conversion or the backend in it, except a
+            refusal; the exception is then raised again.
+        at_optimizer, at_graph_break, rows_to_trace: see :func:`watching_optimizers`,
+            :func:`watching_graph_breaks`, :func:`thinning_lists`.
+        handed_over: ``(backend, keywords, function)``, when ``torch.compile`` is given a function.
+        is_of_concern: whether the updates of ``(request, optimizer)`` are to be rewritten.
         settings: Dynamo's configuration during a conversion.
-        is_recording: returns whether this thread records a step.
-        before_call: called with ``(compiler)`` before each call of a compiled function.
+        is_recording: whether this thread records a step.
+        before_call: ``(compiler)``, before each call of a compiled function.
     """
 
     is_watched: Callable[[Any], bool]
@@ -179,16 +169,14 @@ def watch_conversions(watch: Watch) -> None:
             except Exception as error:
                 watch.failed(request, code, variables, error)
                 raise
-            finally:
-                forget_thinned()
         except RunEagerly as chosen:
             if chosen.begin is None:
                 return ConvertFrameReturn(apply_to_code=chosen.always)
             chosen.begin()
             skip = ConvertFrameReturn().frame_exec_strategy
             return ConvertFrameReturn(type(skip)(skip.cur_action, skip.cur_action), apply_to_code=False)
-        except (TraceWhole, ConvertAgain) as again:
-            whole = isinstance(again, TraceWhole)
+        except ConvertAgain as again:
+            whole = again.whole
         else:
             if converted is not None and converted.guarded_code is not None:
                 watch.after(request, compiler_within(convert), code, variables)
@@ -236,15 +224,13 @@ class _Watched:
 def _given_to_compile() -> Any:
     """Return the function that ``torch.compile`` was called with, if that call is running."""
     compiling = inspect.unwrap(torch.compile).__code__  # Lightning, for example, wraps it
-    variables = variables_on_the_stack(lambda code: code is compiling)
-    return None if variables is None else variables.get("model")
+    return (variables_on_the_stack(lambda code: code is compiling) or {}).get("model")
 
 
 def _is_not_to_be_converted() -> bool:
     """Return whether the function to convert is disabled for Dynamo, but not the functions it calls.
 
-    Dynamo decides this by the caller of the function to convert. It skips its own frames when it looks for
-    the caller, but not ours, so this function repeats the search.
+    Dynamo decides this by the function's caller, for which it skips its own frames, but not ours.
     """
     skipped = __file__, frames_on_the_stack.__code__.co_filename, convert_frame.__file__
     codes = (frame.f_code for frame in frames_on_the_stack())
@@ -259,11 +245,14 @@ def _patched(watch: Watch, code: CodeType, variables: Mapping[str, Any]) -> Iter
     def has_tensor(original: Callable[[Any], bool]) -> Callable[[Any], bool]:
         return lambda frame: (frame.f_code is code and _may_update(code, variables)) or original(frame)
 
+    def text_without_elements(original: Callable[..., str]) -> Callable[..., str]:
+        return lambda x, **_: f"tensor(..., device='{x.device}', size={tuple(x.shape)}, dtype={x.dtype})"
+
     with (
         _fewer_objects_to_look_at(),
         _silent_about_profiling(),
         FRAMES.entered(has_tensor),
-        TEXTS.entered(lambda original: _without_elements),
+        TEXTS.entered(text_without_elements),
         watching_optimizers(watch.at_optimizer),
         thinning_lists(watch.rows_to_trace),
         watching_graph_breaks(watch.at_graph_break),
@@ -273,43 +262,33 @@ def _patched(watch: Watch, code: CodeType, variables: Mapping[str, Any]) -> Iter
         yield
 
 
-def _without_elements(tensor: Tensor, **keywords: Any) -> str:
-    """Return the text of a tensor without its elements."""
-    return f"tensor(..., device='{tensor.device}', size={tuple(tensor.shape)}, dtype={tensor.dtype})"
+class _Frozen:
+    """Objects that Python's garbage collector ignores: frozen by a conversion that is not over, or otherwise.
 
-
-class _Collector:
-    """Objects that Python's garbage collector ignores.
-
-    Attributes:
-        is_ours: whether a conversion that is not over has frozen them.
-        is_programs: whether the program has frozen objects itself. Python counts them one by one when it is
-            asked, so it is asked no more once it has.
+    Python counts them one by one when it is asked, so it is not asked again once the program has frozen any.
     """
 
-    is_ours = False
-    is_programs = False
+    by: Literal["nobody", "us", "the program"] = "nobody"
 
 
 @contextlib.contextmanager
 def _fewer_objects_to_look_at() -> Iterator[None]:
     """Context manager: the garbage collector ignores all objects that exist on entry.
 
-    A compilation creates hundreds of thousands of objects, most of which live until its end. The collector
-    would scan a million other objects again and again, an eighth of the compilation's time. If the program
-    has frozen objects itself, nothing is changed.
+    A compilation creates hundreds of thousands of objects: the collector would scan a million others again
+    and again, an eighth of the compilation's time. Nothing changes if the program has frozen objects itself.
     """
-    if not (_Collector.is_ours or _Collector.is_programs):
-        _Collector.is_programs = gc.get_freeze_count() > 0
-    if _Collector.is_ours or _Collector.is_programs:
+    if _Frozen.by == "nobody" and gc.get_freeze_count():
+        _Frozen.by = "the program"
+    if _Frozen.by != "nobody":
         yield
         return
     gc.freeze()
-    _Collector.is_ours = True
+    _Frozen.by = "us"
     try:
         yield
     finally:
-        _Collector.is_ours = False
+        _Frozen.by = "nobody"
         gc.unfreeze()
 
 
@@ -339,8 +318,7 @@ def _may_update(code: CodeType, variables: Mapping[str, Any]) -> bool:
     """Return whether a function is an optimizer's method, or the rest of a function after a graph break.
 
     Or a method of an object that holds optimizers or parameters. Dynamo runs a function eagerly if it finds
-    no tensor in its variables, and it does not look into objects. For torch's wrapper around ``step``, which
-    does not touch tensors, that is allowed.
+    no tensor in its variables, and does not look into objects; torch's wrapper around ``step`` has none.
     """
     is_method = optimizer_of_method(code, variables) is not None and not is_in_torchs_optimizer(code)
     holder = variables.get(code.co_varnames[0]) if code.co_varnames else None
@@ -354,9 +332,8 @@ def _may_update(code: CodeType, variables: Mapping[str, Any]) -> bool:
 def _may_be_empty(watch: Watch, request: Any, code: CodeType, variables: Mapping[str, Any]) -> bool:
     """Return whether a function without operations may have some in another call, and so is compiled.
 
-    The rest of torch's functions around a step never has any. Methods of optimizers that are left alone are
-    compiled as by plain ``torch.compile``: torch 2.13 takes the value of one key for that of another where a
-    function only looks a parameter up (``self.indices[p]``).
+    Not that of an optimizer that is left alone: torch 2.13 takes the value of one key for that of another
+    where a function only looks a parameter up (``self.indices[p]``).
     """
     optimizer = optimizer_of_method(code, variables)
     if optimizer is not None and not watch.is_of_concern(request, optimizer):
@@ -383,16 +360,14 @@ def _deciding(watch: Watch, original: Callable[[Any], Any]) -> Callable[[Any], A
     """Decide whether Dynamo handles a call of a function that ``torch.compile`` returned.
 
     Otherwise the original function runs, and an optimizer's step hooks take care of the step. Dynamo handles
-    a call as follows:
+    no call while this thread records a step. Of a backend that compensates, by torch's stance:
 
-    - While this thread records a step: not.
-    - Stances that forbid compiling, and ``TORCH_COMPILE_DISABLE``: not for a backend that compensates. Dynamo
-      would mark the code as never to be compiled.
-    - ``force_backend``: not for a backend that compensates, because the forced backend would not compensate.
+    - Those that forbid compiling, and ``TORCH_COMPILE_DISABLE``: none. Dynamo would mark the code as never to
+      be compiled.
+    - ``force_backend``: none, because the forced backend would not compensate.
     - ``"eager_on_recompile"``: existing compiled code is called. New code is compiled only for functions that
       a step calls after its hooks, because then the step can no longer be taken in another way.
-    - ``"eager_then_compile"``: the first call is compiled.
-    - ``"fail_on_recompile"``: as in torch.
+    - ``"eager_then_compile"``: the first call is compiled. ``"fail_on_recompile"``: as in torch.
     """
     # Since torch 2.13, fullgraph=True counts compiled frames; a negative count means "do not count".
     count_compiled = getattr(eval_frame, "set_fullgraph_compiled_frame_count", lambda count: None)

@@ -31,13 +31,9 @@ GRAPH_BREAKS = Patch(
     waits_for="a hook of a backend before a graph is broken",
     relies_on=(
         "torch._dynamo.exc:Unsupported has gb_type, msg, real_stack",
-        "torch._dynamo.symbolic_convert:InstructionTranslatorBase has f_code, f_locals, output",
-        "torch._dynamo.output_graph:OutputGraph has root_tx",
         "torch._dynamo:graph_break",
     ),
 )
-
-
 #: All that :func:`watching_graph_breaks` relies on.
 SHAPES_OF_BREAKS = GRAPH_BREAKS.shapes
 
@@ -70,9 +66,8 @@ def watching_graph_breaks(
 ) -> contextlib.AbstractContextManager[None]:
     """Context manager: call ``watch(code, graph_break)`` at each graph break.
 
-    ``watch`` is also called when Dynamo decides to skip a frame. ``code`` belongs to the function that is
-    being converted, which may have called the function with the break. A :class:`ShortenTraceback` exception
-    reaches the user, as in :func:`watching_optimizers`.
+    ``watch`` is also called when Dynamo decides to skip a frame. ``code`` is of the function that is being
+    converted, which may have called the function with the break. A ``ShortenTraceback`` reaches the user.
     """
 
     def watching(original: Callable[..., None]) -> Callable[..., None]:

@@ -32,8 +32,7 @@ LOADED_KERNELS = Patch(
 def without_patterns() -> contextlib.AbstractContextManager[None]:
     """Context manager: skip Inductor's patterns of attention, padding and shuffled rows.
 
-    Creating them takes a second, once per process, and they speed up nothing in a step on the CPU. The first
-    graph that is compiled for another backend creates them.
+    Creating them takes a second, once per process; the first graph of another backend does it.
     """
     return PATTERNS.entered(lambda original: lambda *args: None)
 
@@ -50,8 +49,8 @@ CONTRACTS, DOES_NOT = "'enable_fp_fusion': True", "'enable_fp_fusion': False"
 def without_contraction() -> contextlib.AbstractContextManager[None]:
     """Context manager: have Triton kernels of Inductor round each product before it is added.
 
-    Otherwise LLVM chooses, for each element of a thread, which of two products to fuse with the addition:
-    bits would depend on an element's position in its block.
+    Otherwise bits would depend on an element's position in its block: LLVM chooses, for each element of a
+    thread, which of two products to fuse with the addition.
     """
     return LOADED_KERNELS.entered(_rounding_products)
 

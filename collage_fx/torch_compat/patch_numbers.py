@@ -6,7 +6,6 @@ import contextlib
 import math
 import sys
 from collections.abc import Callable, Iterator, Set
-from functools import partial
 from typing import Any
 
 import torch
@@ -100,25 +99,25 @@ def keeping_numbers_symbolic(left_out: Set[str]) -> contextlib.AbstractContextMa
     In all versions it does so with symbols that are not in the graph, because others stand for them: those
     ``left_out``, which become constants only if a symbol of the graph does.
     """
-    return SYMBOLIC_FLOATS.entered(partial(_restarting_only_if_burned_in, left_out))
 
+    def restarting_only_if_burned_in(original: Callable[..., None]) -> Callable[..., None]:
+        def tensorify(gm: torch.fx.GraphModule, shape_env: Any, fake_mode: Any) -> None:
+            burned_in_before = set(TensorifyState.force_specializations)
+            try:
+                original(gm, shape_env, fake_mode)
+            except TensorifyScalarRestartAnalysis:
+                asked = TensorifyState.force_specializations - burned_in_before
+                burned_in = asked - left_out
+                if version() < (2, 13):
+                    burned_in &= {str(symbol) for symbol in shape_env.replacements}
+                kept = asked - burned_in - left_out if burned_in else asked
+                TensorifyState.force_specializations.difference_update(kept)
+                if burned_in:
+                    raise
 
-def _restarting_only_if_burned_in(left_out: Set[str], original: Callable[..., None]) -> Callable[..., None]:
-    def tensorify(gm: torch.fx.GraphModule, shape_env: Any, fake_mode: Any) -> None:
-        burned_in_before = set(TensorifyState.force_specializations)
-        try:
-            original(gm, shape_env, fake_mode)
-        except TensorifyScalarRestartAnalysis:
-            asked = TensorifyState.force_specializations - burned_in_before
-            burned_in = asked - left_out
-            if version() < (2, 13):
-                burned_in &= {str(symbol) for symbol in shape_env.replacements}
-            kept = asked - burned_in - left_out if burned_in else asked
-            TensorifyState.force_specializations.difference_update(kept)
-            if burned_in:
-                raise
+        return tensorify
 
-    return tensorify
+    return SYMBOLIC_FLOATS.entered(restarting_only_if_burned_in)
 
 
 class BurnedIn(Exception):

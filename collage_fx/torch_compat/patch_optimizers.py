@@ -40,7 +40,6 @@ NUMBERS = Patch(
     relies_on=(
         "torch._dynamo.variables.builder:VariableBuilder.wrap_symfloat has process_automatic_dynamic",
         "torch._dynamo.pgo:FrameStateSizeEntry has scalar, __ior__",
-        "torch._dynamo.symbolic_convert:InstructionTranslatorBase has f_code, output",
         "torch._dynamo.pgo:auto_dynamic",
     ),
 )
@@ -105,16 +104,14 @@ def watching_optimizers(watch: Callable[[torch.optim.Optimizer], Iterable[Place]
     A :class:`ShortenTraceback` exception ends the trace and reaches the user unchanged, before anything runs.
     So an input can be refused for which Dynamo would fall back to eager execution without calling a backend.
 
-    If ``watch`` returns places of numbers, two silent faults of Dynamo are corrected. First, it forgets
-    values that a step assigns to attributes of the optimizer (``self.steps += 1``), because it does not
-    register optimizers for side effects. Second, it treats lists that ``_init_group`` fills as empty if they
-    are keyword arguments, so that nothing is updated. The numbers at these places are inputs of the graph
-    from the start; Dynamo would make them constants until it sees them change.
+    If ``watch`` returns places of numbers, these are inputs of the graph from the start; Dynamo would make
+    them constants until it sees them change. And two silent faults of Dynamo are corrected: it forgets values
+    that a step assigns to attributes of the optimizer (``self.steps += 1``), which it does not register for
+    side effects; and it takes lists that ``_init_group`` fills for empty if they are keyword arguments.
 
     Dynamo remembers numbers and sizes by code object, for all optimizers of a class together. Here each
-    optimizer has its own record, because a number that differs between two optimizers is constant in each.
-    Learning rates are excepted: they do not decide which state needs error terms, and the optimizers of a
-    sweep share their code.
+    optimizer has its own record, as a number that differs between two optimizers is constant in each; but for
+    learning rates, which decide nothing: the optimizers of a sweep share their code.
     """
 
     def watching(original: Callable[..., None]) -> Callable[..., None]:
@@ -181,9 +178,8 @@ def _with_positional_lists(call_method: Callable[..., Any]) -> Callable[..., Any
 def _make_entries(optimizer: torch.optim.Optimizer) -> None:
     """Give each parameter with a gradient its entry in the state, as ``_init_group`` of torch.optim does.
 
-    Dynamo traces the state as it is in front of the first group, and makes guards of it as it is behind the
-    last one. Without the entry of a later group the code of the first step, in which SGD makes its momentum,
-    would fit the next steps, too.
+    Dynamo makes guards of the state as it is behind the last group. Without the entry of a later group the
+    code of the first step, in which SGD makes its momentum, would fit the next steps, too.
     """
     if is_of_torch_optim(type(optimizer)._init_group):  # type: ignore[attr-defined]
         for group in optimizer.param_groups:
@@ -224,9 +220,8 @@ def restore_capturable(optimizer: torch.optim.Optimizer) -> None:
 
     Dynamo traces with ``capturable=True``, and writes it into each group that the step changes.
     """
-    for group, was in zip(
-        optimizer.param_groups, records.of(optimizer, _Traced).capturable or (), strict=False
-    ):
+    before = records.of(optimizer, _Traced).capturable or ()
+    for group, was in zip(optimizer.param_groups, before, strict=False):
         if was is not None:
             group["capturable"] = was
 
@@ -301,13 +296,11 @@ Thin = Callable[[torch.optim.Optimizer, tuple[tuple[Any, ...], ...]], ThinnedLis
 def thinning_lists(choose: Thin) -> Iterator[None]:
     """Context manager: Dynamo traces steps of torch.optim's classes for only some of their parameters.
 
-    ``choose(optimizer, rows)`` is called each time that ``_init_group`` has filled the
-    lists that a step loops over. Guards are created for all rows. The backend must add the updates of the
-    rows that are left out (:func:`thinned_lists`), or raise :class:`TraceWhole`. It must also
-    raise it at a graph break, because after the break Python would continue with the shortened lists.
-
-    Lists are thinned only if the step is the compiled function, so that no other code in the graph reads the
-    updated tensors.
+    ``choose(optimizer, rows)`` is called each time that ``_init_group`` has filled the lists of a step.
+    Guards are created for all rows. The backend must add the updates of the rows that are left out
+    (:func:`thinned_lists`), or raise ``ConvertAgain(whole=True)``, also at a graph break, because after the
+    break Python would continue with the shortened lists. Lists are thinned only if the step is the compiled
+    function, so that no other code in the graph reads the updated tensors.
     """
 
     def updating(original: Callable[..., None]) -> Callable[..., None]:
@@ -341,7 +334,10 @@ def thinning_lists(choose: Thin) -> Iterator[None]:
         return update_list_args
 
     with LISTS.entered(updating), GRADIENTS.entered(_omitting_guards_of(_LookedFor)):
-        yield
+        try:
+            yield
+        finally:
+            records.clear(_LookedFor)
 
 
 tracing_whole: ContextVar[bool] = ContextVar("tracing_whole", default=False)
@@ -350,12 +346,6 @@ tracing_whole: ContextVar[bool] = ContextVar("tracing_whole", default=False)
 def is_traced_whole() -> bool:
     """Return whether a step is traced for all rows: some are not understood, or a patch does not fit."""
     return tracing_whole.get() or not (LISTS.applies and GRADIENTS.applies)
-
-
-def forget_thinned() -> None:
-    """Forget the lists that have been thinned, now that the step has been compiled."""
-    records.clear(_Trace)
-    records.clear(_LookedFor)
 
 
 def thinned_lists() -> list[ThinnedLists]:

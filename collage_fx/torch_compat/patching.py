@@ -60,7 +60,7 @@ def _owner(shape: str) -> tuple[Any, str]:
 
     Raises ImportError or AttributeError if there is none.
     """
-    module, path, _, _ = _read(shape)
+    module, path, *_ = _read(shape)
     *classes, name = path.split(".")
     return functools.reduce(getattr, classes, importlib.import_module(module)), name
 
@@ -75,12 +75,12 @@ def misfit(shape: str) -> str | None:
     taken = list(inspect.signature(found).parameters) if parameters else []
     if taken[: len(parameters)] != parameters:
         return f"{module}:{path} takes {', '.join(taken)}, not {', '.join(parameters)}"
-    missing = [name for name in names if not (hasattr(found, name) or name in set(_names_in(found)))]
+    missing = [name for name in names if not (hasattr(found, name) or name in _names_in(found))]
     return f"{module}:{path} no longer has {', '.join(missing)}" if missing else None
 
 
-def _names_in(found: Any) -> Iterator[str]:
-    """Yield the names in a function's code, or the attributes of a class's objects."""
+def _names_in(found: Any) -> Iterator[Any]:
+    """Yield the names in a function's code, or the attributes of a class's objects, among other constants."""
     for cls in getattr(found, "__mro__", ()):
         yield from vars(cls).get("__annotations__", {})
         for maker in ("__init__", "__post_init__"):
@@ -88,10 +88,7 @@ def _names_in(found: Any) -> Iterator[str]:
     if isinstance(code := getattr(found, "__code__", found), CodeType):
         yield from (code.co_name, *code.co_names, *code.co_varnames, *code.co_freevars)
         for constant in code.co_consts:  # inner functions, and the names of keyword arguments
-            yield from _names_in(constant) if isinstance(constant, CodeType) else ()
-            yield from (
-                (each for each in constant if isinstance(each, str)) if isinstance(constant, tuple) else ()
-            )
+            yield from constant if isinstance(constant, tuple) else _names_in(constant)
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -192,7 +189,7 @@ class Patch:
             layer = _layers.get(self)
             if layer is None or not (layer.users or layer.stands):
                 layer = _layers[self] = _Layer(*_owner(self.target))
-                layer.put(lambda *args, **kwargs: layer.called()(*args, **kwargs))
+                layer.put(lambda *args, **kwargs: _entered.get().get(layer, layer.original)(*args, **kwargs))
             layer.users += 1
         entered = _entered.get()
         token = _entered.set({**entered, layer: wrapper(entered.get(layer, layer.original))})
@@ -213,8 +210,6 @@ _entered = ContextVar("_entered", default=_NOTHING)
 
 _lock = threading.RLock()
 
-_INHERITED = object()
-
 
 class _Layer:
     """Function in a target's place, which calls the replacement that is active in a thread.
@@ -230,13 +225,9 @@ class _Layer:
 
     def __init__(self, owner: Any, name: str) -> None:
         self._owner, self._name = owner, name
-        self._replaced = vars(owner).get(name, _INHERITED)
+        self._replaced = vars(owner).get(name)  # None if it is inherited
         self.original = self.installed = getattr(owner, name)
         self.users = 0
-
-    def called(self) -> Callable[..., Any]:
-        """Return the function to call in this thread, for a patch that is entered."""
-        return _entered.get().get(self, self.original)
 
     def put(self, call: Callable[..., Any]) -> None:
         """Put a function in the target's place."""
@@ -252,7 +243,7 @@ class _Layer:
 
     def remove(self) -> None:
         """Restore the original function."""
-        if self._replaced is _INHERITED:
+        if self._replaced is None:
             delattr(self._owner, self._name)
         else:
             setattr(self._owner, self._name, self._replaced)

@@ -13,7 +13,6 @@ again.
 
 from __future__ import annotations
 
-import functools
 import weakref
 from collections import defaultdict
 from typing import Any, TypeVar
@@ -63,24 +62,19 @@ def put(owner: object, part: Part) -> Part:
     if isinstance(owner, Tensor):
         parts.of_tensors[owner] = part
     else:
-        forget = functools.partial(_forget, parts.of_others, id(owner))
-        parts.of_others[id(owner)] = weakref.ref(owner, forget), part
+        identity = id(owner)
+        reference = weakref.ref(owner, lambda _: parts.of_others.pop(identity, None))
+        parts.of_others[identity] = reference, part
     return part
-
-
-def _forget(parts: dict[int, Any], identity: int, _: object) -> None:
-    parts.pop(identity, None)
 
 
 def drop(owner: object, kind: type[Part]) -> Part | None:
     """Remove a part from an object's record; return it, None if there was none."""
-    part = find(owner, kind)
-    if part is not None:
-        parts = _PARTS[kind]
-        if isinstance(owner, Tensor):
-            del parts.of_tensors[owner]
-        else:
-            del parts.of_others[id(owner)]
+    parts = _PARTS[kind]
+    if isinstance(owner, Tensor):
+        part: Part | None = parts.of_tensors.pop(owner, None)
+        return part
+    _, part = parts.of_others.pop(id(owner), (None, None))
     return part
 
 

@@ -167,9 +167,8 @@ class Sharding(NamedTuple):
         counts = {rows}
         for i in self._cut_by:
             n = self.mesh.size(i)
-            counts = {
-                max(0, min(-(-count // n), count - k * -(-count // n))) for count in counts for k in range(n)
-            }
+            most = {count: -(-count // n) for count in counts}
+            counts = {max(0, min(most[c], c - k * most[c])) for c in counts for k in range(n)}
         return min(counts) > 0
 
     def zeros(self, rows: int, columns: int, dtype: torch.dtype) -> torch.Tensor:
@@ -215,12 +214,10 @@ def local_tensor(tensor: torch.Tensor, sharding: Sharding | None = None) -> torc
     all processes hold, is cut. A DTensor with another placement is redistributed, so all processes must call
     this function.
     """
-    of = sharding_of(tensor)
-    if of is None and sharding is None:
-        return tensor
-    distributed: Any = tensor
+    of, distributed = sharding_of(tensor), cast(Any, tensor)
     if of is None:
-        assert sharding is not None
+        if sharding is None:
+            return tensor
         distribute = sys.modules["torch.distributed.tensor"].distribute_tensor
         distributed = distribute(tensor.detach(), *sharding, src_data_rank=None)
     elif sharding is not None and of.placements != sharding.placements:
@@ -262,16 +259,14 @@ def distributed_like(
 def metadata_check(tensors: Sequence[torch.Tensor]) -> Callable[..., bool]:
     """Return a function that tests whether tensors have the same metadata as the given tensors.
 
-    Compared are class, dtype, device, size, stride, dispatch keys (sparse, negated, ...), and whether the
-    tensor requires a gradient: compiled code for the given tensors can then take the others. The test is a
-    single call into C++. It may return False for matching tensors, if the thread's modes have changed or a
-    tensor is passed twice. It does not keep the given tensors alive.
+    Compared are class, dtype, device, size, stride, dispatch keys (sparse, negated, ...), and whether a
+    gradient is required: code that is compiled for the given tensors can take the others. The test, a single
+    call into C++, may return False for matching tensors, if the thread's modes have changed or a tensor is
+    passed twice. It does not keep the given tensors alive.
     """
     # Both arguments are required: without them the constructor crashes.
-    guards = torch._C._dynamo.guards.TensorGuards(
-        *tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None
-    )
-    return cast("Callable[..., bool]", guards.check)
+    dynamic: Any = {"dynamic_dims_sizes": None, "dynamic_dims_strides": None}
+    return cast("Callable[..., bool]", torch._C._dynamo.guards.TensorGuards(*tensors, **dynamic).check)
 
 
 #: Context manager: operations ignore ``__torch_function__`` of tensor subclasses.

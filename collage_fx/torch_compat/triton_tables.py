@@ -15,7 +15,6 @@ from torch._inductor.async_compile import AsyncCompile
 from torch._inductor.runtime.hints import DeviceProperties
 
 RELIED_ON = (
-    "torch._inductor.async_compile:AsyncCompile.triton(self, kernel_name, source_code, device_str)",
     "torch._inductor.runtime.triton_heuristics:fixed_config(config, filename, triton_meta, inductor_meta)",
     "torch._inductor.runtime.triton_heuristics:FixedGrid has generate",
 )
@@ -95,11 +94,10 @@ class TableKernel:
 
     def begin(self) -> None:
         """Start to compile the kernel for aligned addresses, maybe in another process."""
-        if not TableKernel.begins:
-            return
-        _begun(self.name, self.source[True])
-        if self.adding is not None:
-            self.adding.begin()
+        if TableKernel.begins:
+            _begun(self.name, self.source[True])
+            if self.adding is not None:
+                self.adding.begin()
 
     def loaded(self, *, aligned: bool) -> Any:
         """Return the compiled kernel: ``run(table, programs, *grid, stream=...)``."""

@@ -19,12 +19,12 @@ from torch._inductor.cpu_vec_isa import VecAVX2, VecAVX512
 from torch._inductor.runtime.cache_dir_utils import cache_dir
 from torch._inductor.utils import fresh_cache
 
-from collage_fx import CollageBackend, numerics, torch_compat
+from collage_fx import CollageBackend, backend_of, install, numerics, torch_compat
 from collage_fx.codegen import lowerings
-from collage_fx.torch_compat import load_cpp_library, patches
+from collage_fx.torch_compat import load_cpp_library, patch_optimizers, patches, records
 from collage_fx.torch_compat.optim_frames import key_of_code
 from tests.support.substitutes import compiled_for_vectors, processor
-from tests.support.training import Descent, parameters, run_steps
+from tests.support.training import Descent, parameters, run_steps, set_gradients
 
 COMPAT = Path(torch_compat.__file__).parent
 
@@ -234,6 +234,45 @@ def test_our_libraries_are_not_linked_with_torch() -> None:
     command = call.args[0].get_command_line()
     assert "-lgomp" in command
     assert not re.search(r"-l(torch|c10)", command)
+
+
+class Resets:
+    """Backend that counts its resets."""
+
+    resets = 0
+
+    def reset(self) -> None:
+        self.resets += 1
+
+
+def test_a_weak_backend_is_reset_while_it_is_alive() -> None:
+    """``torch.compiler.reset()`` resets all that ``torch.compile`` has been given, for ever."""
+    backend, other = Resets(), Resets()
+    weak = torch_compat.WeakBackend(backend)
+    assert weak == torch_compat.WeakBackend(backend)
+    assert hash(weak) == hash(torch_compat.WeakBackend(backend))
+    assert weak != torch_compat.WeakBackend(other)
+    assert weak != backend
+    weak.reset()
+    assert (backend.resets, other.resets) == (1, 0)
+    del backend
+    weak.reset()
+    assert weak.backend is None
+
+
+def test_guards_of_a_gradient_are_omitted_only_while_its_step_is_compiled() -> None:
+    """What a program compiles later may depend on whether the gradient is None."""
+    params = parameters(shapes=[(3,)] * 4)
+    optimizer = install(torch.optim.AdamW(params))
+    compilations = []
+    for without in (None, 0, 1):
+        set_gradients(params)
+        if without is not None:
+            params[without].grad = None
+        optimizer.step()
+        compilations.append(len(backend_of(optimizer).reports))
+        assert not records.all_of(patch_optimizers._LookedFor)
+    assert compilations == [1, 2, 2]
 
 
 def test_code_that_dynamo_has_written_has_a_key_by_identity() -> None:
