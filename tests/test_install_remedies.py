@@ -13,7 +13,7 @@ from torch.optim import SGD, AdamW, Optimizer
 
 import collage_fx
 from collage_fx import backend_of, install, step_in_backward
-from collage_fx.errors import GradientReleaseError, UnsupportedOptimizerError
+from collage_fx.errors import EagerStepError, GradientReleaseError, UnsupportedOptimizerError
 from tests.support.training import Descent, parameters, run_steps
 from tests.support.written_classes import gradients, relative_error, written_class
 
@@ -145,6 +145,57 @@ def test_an_update_that_is_to_be_differentiated(kind: Any) -> None:
     params = start()
     trained = train(params, install(kind(params, lr=2.0**-10, differentiable=False)).step)
     assert error(trained, lambda p: kind(p, lr=2.0**-10)) <= ALLOWED
+
+
+# Steps that are compiled already. ---------------------------------------------------------------------------
+
+
+class CompiledAdamW(AdamW):
+    step = torch.compile(AdamW.step, backend="eager")
+
+
+class CompiledDescent(Optimizer):
+    def __init__(self, params: Any, lr: float) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.compile(backend="eager")
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for p in self.param_groups[0]["params"]:
+            p.sub_(p.grad * self.param_groups[0]["lr"])
+
+
+@pytest.mark.parametrize("kind", [CompiledAdamW, CompiledDescent])
+def test_a_class_that_has_compiled_its_step_is_compiled_anew(kind: Any) -> None:
+    params = start()
+    assert (
+        error(train(params, install(kind(params, lr=2.0**-10)).step), lambda p: kind(p, 2.0**-10)) <= ALLOWED
+    )
+
+
+class AroundACompiledStep(Optimizer):
+    """An optimizer around a step that another backend has compiled; it may give gradients back, too."""
+
+    def __init__(self, inner: Optimizer, *, clears: bool) -> None:
+        self.param_groups, self.state, self.defaults = inner.param_groups, inner.state, inner.defaults
+        self.inner_step: Any = torch.compile(inner.step, backend="eager")
+        self.clears = clears
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        self.inner_step()
+        for p in self.param_groups[0]["params"]:
+            p.grad = None if self.clears else p.grad
+
+
+@pytest.mark.parametrize("clears", [False, True])
+def test_an_update_by_code_of_another_backend_is_refused(*, clears: bool) -> None:
+    params = start()
+    optimizer = install(AroundACompiledStep(AdamW(params, lr=2.0**-10), clears=clears))
+    with pytest.raises(EagerStepError, match="by code that this backend has not compiled") as refused:
+        train(params, optimizer.step)
+    assert f"AroundACompiledStep.step ({__file__}:" in str(refused.value)
+    assert "install(optimizer) compiles it" in refused.value.remedy
+    train(params, install(optimizer, strict=False).step)
 
 
 def test_arguments_that_come_after_the_backward_pass() -> None:

@@ -72,7 +72,8 @@ class OwnStep(Protocol):
 def note_true_step(optimizer: Optimizer) -> None:
     """Take note, for :func:`true_step`, of a step that the program has given the optimizer instance.
 
-    Also of the step of a class that does not call ``Optimizer.__init__``, which puts torch's wrapper around.
+    Also of the step of a class that does not call ``Optimizer.__init__``, which puts torch's wrapper around,
+    or that has compiled its step: torch would refuse to compile the wrapper.
     """
     own = vars(optimizer)
     step = own.get("step")
@@ -80,9 +81,10 @@ def note_true_step(optimizer: Optimizer) -> None:
         step = own["step"] = getattr(step, _GUARDED)
     if not _calls_ours(optimizer, step):
         own.pop(TRUE, None)
-        foreign = _foreign_step(optimizer)
-        if foreign is None and _is_unwrapped(type(optimizer).step):
-            foreign = MethodType(type(optimizer).step, optimizer)
+        foreign, of_class = _foreign_step(optimizer), type(optimizer).step
+        compiled = compiled_callables_within(of_class)
+        if foreign is None and (compiled or _is_unwrapped(of_class)):
+            foreign = MethodType(compiled[-1][0] if compiled else of_class, optimizer)
         if foreign is not None:
             own[TRUE] = _with_hooks(optimizer, foreign)
 
@@ -167,8 +169,7 @@ def _with_hooks(optimizer: Optimizer, step: Any) -> Callable[..., Any]:
 def set_own_step(optimizer: Optimizer, run: OwnStep) -> None:
     """Make ``optimizer.step(...)`` call ``run(...)`` between the optimizer's own hooks.
 
-    The step is an attribute of the instance, and Dynamo does not trace into it. Schedulers accept it, whether
-    they are created before or after.
+    The step is an attribute of the instance, which Dynamo does not trace and schedulers accept.
     """
     vars(optimizer)[_RUN] = run
     before = vars(optimizer).get("step")
@@ -241,7 +242,7 @@ def remove_own_step(optimizer: Optimizer) -> None:
 class without_hooks:
     """Context manager: the optimizer has no hooks around its step; hooks that it registers come to the rest.
 
-    Several threads may be inside: the thread of ``offload`` takes a part of a step, another one the rest.
+    Several threads may be inside, each with a part of the step.
     """
 
     _lock = threading.Lock()
