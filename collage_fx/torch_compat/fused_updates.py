@@ -51,8 +51,8 @@ OPERATORS: dict[str, Any] = {
 def trace_unfused(is_ours: Callable[[], bool]) -> None:
     """Make Dynamo trace ``fused=True`` as ``fused=False``; call once per process.
 
-    A function for which other code has registered a substitute keeps it: then a fused step of its class is
-    refused because of its graph break. ``is_ours`` tells whether the step being traced is compensated.
+    A function keeps other code's substitute: then a fused step of its class is refused because of its graph
+    break. ``is_ours`` tells whether the step being traced is compensated.
     """
     is_constant = torch.compiler.assume_constant_result(is_ours)
     for update in OPERATORS.values():

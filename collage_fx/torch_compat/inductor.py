@@ -69,8 +69,8 @@ def inductor_compile_inner(gm: torch.fx.GraphModule, example_inputs: Sequence[An
 def inductor_compile_as_it_is(gm: torch.fx.GraphModule, example_inputs: Sequence[Any], **kwargs: Any) -> Any:
     """Compile a functional ATen graph to the code that plain Inductor writes.
 
-    Inductor's cache ignores the vector instructions that code was written for: a machine with AVX2 may get
-    code of a machine with AVX-512, which computes other results there. So they are added to the cache key.
+    The cache key gets the vector instructions that the code is written for: a machine with AVX2 would get
+    code of a machine with AVX-512, which computes other results there.
     """
     if any(isinstance(each, torch.Tensor) and each.device.type == "cpu" for each in example_inputs):
         isa = pick_vec_isa()

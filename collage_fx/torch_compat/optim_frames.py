@@ -195,7 +195,7 @@ def frames_on_the_stack() -> Iterator[FrameType]:
 def possible_steps_on_the_stack() -> Iterator[tuple[CodeType, Mapping[str, Any]]]:
     """Yield Python's frames, innermost first; with variables if the frame may be a step.
 
-    Other frames come without variables: reading them keeps the objects alive as long as the frame.
+    Other frames come without: reading variables keeps the objects alive as long as the frame.
     """
     for frame in frames_on_the_stack():
         may_be_a_step = frame.f_code.co_name == "step" or is_in_torchs_optimizer(frame.f_code)

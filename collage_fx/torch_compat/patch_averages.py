@@ -3,13 +3,12 @@
 Note [Averages are stored in a frame of their own]
 --------------------------------------------------
 ``torch.optim.swa_utils.AveragedModel.update_parameters`` branches on the value of a tensor (the number of
-models averaged so far) while iterators are alive: Dynamo gives up on the frame, runs it eagerly, and compiles
-only the functions that it calls. A ``multi_avg_fn`` is such a function and contains the whole update. But an
+models averaged so far) while iterators are alive: Dynamo runs the frame eagerly, and compiles only the
+functions that it calls. A ``multi_avg_fn`` is such a function and contains the whole update. But an
 ``avg_fn`` (also the default, the equal average on the CPU) only returns the new value, and the frame stores
-it: eagerly and rounded, where no backend can give it an error term. So importing collage_fx wraps the method:
-during a call, ``avg_fn`` is replaced by a ``multi_avg_fn`` that computes the same values and stores them
-itself. The copy of the model that the first update makes is repeated in a function of its own, for the same
-reason.
+it, rounded, where no backend can give it an error term. So importing collage_fx wraps the method: during a
+call, a ``multi_avg_fn`` that computes the same values and stores them itself stands for ``avg_fn``. The copy
+of the model that the first update makes is repeated in a function of its own, for the same reason.
 """
 
 from __future__ import annotations

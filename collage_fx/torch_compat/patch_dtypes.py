@@ -8,9 +8,8 @@ A step may have a parameter, a gradient and state of three dtypes. Torch has thr
   dtype. While Dynamo and AOTAutograd work for this backend, such a fake parameter has no gradient. Dynamo
   reads gradients from the real parameters, so that none is missing in a graph.
 * ``lerp``, by which most optimizers update their first moment, is the only operation of their steps that
-  takes tensors of one dtype alone: ``exp_avg.lerp_(grad, 0.1)`` raises, eagerly too, where
-  ``exp_avg.mul_(0.9).add_(grad, alpha=0.1)`` would not. Here its operands are converted to one dtype first,
-  in place to that of the average. Where arithmetic is ``wide``, no such conversion rounds.
+  takes tensors of one dtype alone, eagerly too. Here its operands are converted to one dtype first, in place
+  to that of the average. Where arithmetic is ``wide``, no such conversion rounds.
 * Dynamo traces ``torch._foreach_lerp_`` with a weight from 1/2 on as torch calculates it on a GPU: one minus
   the weight has the 16 bits of the tensors, 0.2266 for a weight of 0.775. Here each element has a ``lerp_``.
 """

@@ -34,8 +34,6 @@ GRAPH_BREAKS = Patch(
         "torch._dynamo:graph_break",
     ),
 )
-#: All that :func:`watching_graph_breaks` relies on.
-SHAPES_OF_BREAKS = GRAPH_BREAKS.shapes
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,6 @@ from torch._dynamo.symbolic_convert import InstructionTranslator
 from collage_fx.torch_compat import records
 from collage_fx.torch_compat.dynamo_trace import output_being_traced
 from collage_fx.torch_compat.optim_frames import is_of_torch_optim, is_torchs_step, key_of_code
-from collage_fx.torch_compat.patch_graph_breaks import SHAPES_OF_BREAKS
 from collage_fx.torch_compat.patching import Patch, Wrapper
 from collage_fx.torch_compat.tensors import GuardedByIdentity
 
@@ -66,10 +65,7 @@ GRADIENTS = Patch(
     why="a step that looks for gradients itself is not compiled again if a gradient is None",
     waits_for="an option of a backend to omit guards that a gradient is not None",
     needed_for="speed",
-    relies_on=(
-        "torch._dynamo.guards:GuardBuilder.get(self, guard_or_source)",
-        "torch._dynamo.variables.builder:VariableBuilder.wrap_tensor has NOT_NONE_MATCH",
-    ),
+    relies_on=("torch._dynamo.variables.builder:VariableBuilder.wrap_tensor has NOT_NONE_MATCH",),
 )
 
 LISTS = Patch(
@@ -84,7 +80,6 @@ LISTS = Patch(
     relies_on=(
         "torch._dynamo.variables.lists:ListVariable has items",
         "torch.optim:AdamW._init_group",
-        *SHAPES_OF_BREAKS,
     ),
 )
 

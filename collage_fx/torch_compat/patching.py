@@ -5,23 +5,21 @@ Note [Patches]
 A function of torch is replaced only where torch has no hook. These rules keep replacements from affecting
 other code:
 
-* A replacement that only this backend's compilations need is *entered* around them (:meth:`Patch.entered`)
-  and removed afterwards. Meanwhile it is active only in the thread that entered it; other threads call the
-  original.
-* A replacement that must exist before, or does not concern compilations, is *installed* by the first use of
-  a name (:meth:`Patch.install`), or by the import (Note [First use]); it first tests whether a call concerns
-  this package.
+* A replacement that only this backend's compilations need is *entered* around them (:meth:`Patch.entered`),
+  in this thread alone: other threads call the original.
+* Another is *installed* by the first use of a name (:meth:`Patch.install`), or by the import (Note [First
+  use]); it first tests whether a call concerns this package.
 * Each patch states its requirements (:attr:`Patch.misfit`). In a version of torch that does not meet them, it
   changes nothing. If results depend on the patch, each compilation is refused; if only time or memory do,
-  everything works without it. The import succeeds, so that ``collage-fx doctor`` can report the patch.
+  everything works without it. The import succeeds, so that ``collage-fx doctor`` can report the patch. What
+  the results depend on is not required again by patches for speed.
 * Other code's replacement of the same function is not removed, whether it came before or after.
-* Each patch names the function that torch would have to make public for the patch to go
-  (:attr:`Patch.waits_for`), or the version of torch that does not need it (:attr:`Patch.until`).
+* Each patch says with what it would go (:attr:`Patch.goes_with`).
 
 ``patches.py`` collects all patches; ``collage-fx doctor`` lists them.
 
 A requirement is a line, read by :func:`misfit`: ``module:Class.method(self, x) has name, other``. The
-parameters are the first parameters. The names are attributes of a module, of a class or of its objects; for a
+parameters are the first ones. The names are attributes of a module, of a class or of its objects; of a
 function, names in its code.
 """
 
@@ -102,8 +100,7 @@ class Patch:
         during: the time when it is active: "conversions" = while Dynamo converts functions for this backend,
             "lowerings" = while AOTAutograd and Inductor compile a graph of this backend, "recorded steps" =
             during recorded steps, "the process" = from the first use of a name on.
-        needed_for: "bits" if results would differ, or errors occur, without it; "speed" if only time or
-            memory is lost.
+        needed_for: "bits" = without it results differ or errors occur, "speed" = time or memory is lost.
         affects: whether it also runs for objects of other code.
         waits_for: the function or hook that torch would have to make public for the patch to go.
         until: the first version of torch that does not need it.
