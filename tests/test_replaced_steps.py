@@ -175,6 +175,14 @@ def test_a_step_that_is_set_afterwards_is_refused(step: Callable[[Optimizer], An
     assert error(train(install(optimizer)), step) <= ALLOWED
 
 
+def test_the_class_step_may_be_set_again() -> None:
+    optimizer = install(give(adamw(), method))
+    optimizer.step = types.MethodType(AdamW.step, optimizer)  # type: ignore[method-assign]
+    train(install(optimizer))
+    exact = train(adamw(torch.float64))
+    assert relative_error(params_of(optimizer), params_of(exact), start()) <= ALLOWED
+
+
 def test_a_refused_step_is_named() -> None:
     optimizer = give(install(adamw()), partial)
     with pytest.raises(EagerStepError, match="by update, which") as refused:
