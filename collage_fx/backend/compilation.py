@@ -667,7 +667,6 @@ class Compilation:
         is_rewritten |= bool(self.options.own_passes or (self.recorded and program.strategy != "none"))
         if not (is_rewritten or repetition.is_whole):
             return Reason("no tensor of it needs an error term")
-        after = copy_of(program.gm) if is_rewritten else before  # Inductor edits the graph that it is given
         self.updated = []
         for state in program.states:
             for index in repetition.copies[state.position] if state.info.role is not Role.NEW else ():
@@ -710,9 +709,9 @@ class Compilation:
         report = GraphReport(
             captured=before,
             repetition=repetition,
-            rewritten=(after, tuple(pass_log.passes)) if repetition.is_whole else None,
             subject=self.subject,
             tensors=self._rows(program),
+            is_rewritten=is_rewritten and (self.options.strategy != "none" or bool(program.summed)),
             wider_bytes=_wider_bytes(before, repetition, {state.position for state in program.states}),
             code=tuple(dict.fromkeys(code)),  # the code of a kernel for several parts once
             program=as_captured,
@@ -940,7 +939,6 @@ class Compilation:
         report = GraphReport(
             captured=captured,
             repetition=Repetition.whole(len(placeholders(captured.graph))),
-            rewritten=(captured, ()),
             subject=self.subject,
             tensors=(),
             code=tuple(code),

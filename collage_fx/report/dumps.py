@@ -23,30 +23,27 @@ VARIABLE = "COLLAGE_FX_DUMP"
 
 def _new_folder(directory: Path, name: str) -> Path:
     """Make the folder with the first free number. Several processes may share the directory."""
-    for number in itertools.count(1):
+    number = 1
+    while True:
         folder = directory / f"{name}-{number}"
         try:
             folder.mkdir(parents=True)
+            return folder
         except FileExistsError:
-            continue
-        return folder
-    raise AssertionError("there is always a next number")
+            number += 1
 
 
 class PassLog:
-    """Summaries of the passes of one compilation, and files of their graphs if the variable is set."""
+    """Files of the graphs of one compilation, if the variable is set."""
 
     def __init__(self, subject: str, captured: GraphModule) -> None:
-        #: Names and summaries.
-        self.passes: list[tuple[str, str]] = []
         directory = os.environ.get(VARIABLE)
         self._folder = _new_folder(Path(directory), re.sub(r"[^\w.]+", "_", subject)) if directory else None
         self._numbers = itertools.count()
         self._dump("captured", f"{subject}, {len(captured.graph.nodes)} nodes", captured.graph)
 
     def __call__(self, stage: Stage) -> None:
-        """Log a pass, with the graph as the pass left it."""
-        self.passes.append((stage.name, stage.summary))
+        """Write the graph as a pass left it."""
         self._dump(stage.name, stage.summary, stage.graph)
 
     def _dump(self, name: str, summary: str, graph: Graph) -> None:

@@ -33,9 +33,6 @@ from collage_fx.report.tensors import TensorReport, Treatment, bytes_per_paramet
 if TYPE_CHECKING:
     from collage_tools.pages import Picture
 
-#: A rewritten graph, and (name, summary) of each pass.
-Rewritten = tuple[GraphModule, tuple[tuple[str, str], ...]]
-
 
 @dataclass(frozen=True)
 class GraphReport:
@@ -44,10 +41,10 @@ class GraphReport:
     Attributes:
         captured: functional graph with one update of each family of equal updates, before any pass.
         repetition: how the updates recur in the whole graph.
-        rewritten: :attr:`after` and :attr:`passes`; None if they are computed again on request.
         subject: the class of the optimizer, numbered if the backend serves several, or the name of the
             function.
         route: the way through the compiler, and the reasons against faster ways.
+        is_rewritten: whether the graph that was lowered is that of the passes.
         tensors: rows of the low-precision state tensors; of float32 ones too if state is to be packed.
         wider_bytes: bytes of float32 and float64 state that has no rows.
         note: why the graph was lowered without changes, what was done if no tensor has a row, and what
@@ -60,10 +57,10 @@ class GraphReport:
 
     captured: GraphModule = field(repr=False)
     repetition: Repetition = field(repr=False)
-    rewritten: Rewritten | None = field(repr=False)
     subject: str
     route: Route
     tensors: tuple[TensorReport, ...]
+    is_rewritten: bool = False
     wider_bytes: int = 0
     note: str = ""
     code: tuple[str, ...] = field(default=(), repr=False)
@@ -79,7 +76,7 @@ class GraphReport:
 
     @property
     def after(self) -> GraphModule:
-        """Whole graph after the passes."""
+        """Whole graph after the passes, which are run again on the first request."""
         return self._rewritten[0]
 
     @property
@@ -88,12 +85,12 @@ class GraphReport:
         return self._rewritten[1]
 
     @functools.cached_property
-    def _rewritten(self) -> Rewritten:
-        if self.rewritten is not None:
-            return self.rewritten
+    def _rewritten(self) -> tuple[GraphModule, tuple[tuple[str, str], ...]]:
+        if self.program is None:
+            return self.captured, ()
         passes: list[tuple[str, str]] = []
         program = self._run(lambda stage: passes.append((stage.name, stage.summary)))
-        return program.gm, tuple(passes)
+        return program.gm if self.is_rewritten else self.before, tuple(passes)
 
     def _run(self, observe: Callable[[Stage], None]) -> StepProgram:
         """Run the passes on the whole graph once more."""
