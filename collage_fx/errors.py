@@ -362,12 +362,6 @@ class GradientReleaseError(CollageError):
     code = "CFX017"
 
 
-def error_kinds() -> dict[str, type[CollageError]]:
-    """Return all kinds of errors by their codes."""
-    kinds = (each for each in globals().values() if isinstance(each, type) and issubclass(each, CollageError))
-    return {each.code: each for each in kinds if each is not CollageError}
-
-
 def warn(text: object) -> None:
     """Warn at the line of the user's program: that of the innermost call from outside of us and torch.
 

@@ -733,11 +733,19 @@ def _link(match: re.Match[str]) -> str:
     return f"[{match[1].replace('-', ' ')}](../{match[1]}.md{match[2] or ''})"
 
 
+def error_kinds() -> dict[str, type[errors.CollageError]]:
+    """All kinds of errors by their codes."""
+    kinds = (each for each in vars(errors).values() if isinstance(each, type))
+    return {
+        each.code: each for each in kinds if issubclass(each, errors.CollageError) and each.code != "CFX000"
+    }
+
+
 def index() -> str:
     """The list of all kinds."""
     rows = [
         f"| [{code}]({code}.md) | `{kind.__name__}` | {explained(kind).summary} |\n"
-        for code, kind in errors.error_kinds().items()
+        for code, kind in error_kinds().items()
     ]
     return f"{HEAD}{''.join(rows)}\n{WRITTEN}\n"
 
@@ -768,5 +776,5 @@ def page(kind: type[errors.CollageError]) -> str:
 if __name__ == "__main__":
     FOLDER.mkdir(exist_ok=True)
     INDEX.write_text(index(), encoding="utf-8")
-    for each in errors.error_kinds().values():
+    for each in error_kinds().values():
         page_of(each).write_text(page(each), encoding="utf-8")

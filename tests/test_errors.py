@@ -19,13 +19,24 @@ from collage_fx.errors import (
     FailedLoweringError,
     FailedPassError,
     InvalidOptionError,
-    error_kinds,
 )
 from collage_fx.graph import StepProgram
 from collage_fx.passes.base import Pass
 from collage_fx.pipeline import inserted
 from collage_tools.cli import main
-from tests.error_page import EXAMPLES, FOLDER, INDEX, Example, explained, frame, index, page_of, run, shown
+from tests.error_page import (
+    EXAMPLES,
+    FOLDER,
+    INDEX,
+    Example,
+    error_kinds,
+    explained,
+    frame,
+    index,
+    page_of,
+    run,
+    shown,
+)
 
 #: Codes are for good: a new kind has a new one, and that of a kind that goes is not given again.
 CODES = {
