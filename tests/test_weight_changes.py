@@ -521,6 +521,8 @@ def test_refusals(tmp_path: Path) -> None:
     found = changes(model)
     with pytest.raises(InvalidOptionError, match="encoding"):
         found.save(tmp_path / "file", "zip")  # type: ignore[arg-type]
+    with pytest.raises(InvalidOptionError, match="use one of 'gap_delta', 'raw'"):
+        collage_fx.save_changes(model, tmp_path / "file", encoding="zip")  # type: ignore[arg-type]
     (tmp_path / "other").write_bytes(b"no such file")
     with pytest.raises(CheckpointMismatchError):
         collage_fx.load_changes(tmp_path / "other")

@@ -22,6 +22,7 @@ from __future__ import annotations
 import hashlib
 import math
 import os
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -71,14 +72,6 @@ class WeightPatch(NamedTuple):
     def nbytes(self) -> int:
         """Bytes of values and indices."""
         return self.values.nbytes + (0 if self.indices is None else self.indices.nbytes)
-
-    def with_indices(self) -> WeightPatch:
-        """Return the same patch with indices of all its values."""
-        if self.indices is not None:
-            return self
-        dtype = dtype_of_indices(math.prod(self.shape))
-        indices = torch.arange(self.values.numel(), dtype=dtype, device=self.values.device)
-        return self._replace(indices=indices)
 
 
 @dataclass(frozen=True)
@@ -148,7 +141,10 @@ class WeightChanges(Sequence[WeightPatch]):
             if not is_sparse:
                 tensors[patch.name] = patch.values.view(patch.shape)
                 continue
-            indices = cast(Tensor, patch.with_indices().indices)
+            indices = patch.indices
+            if indices is None:
+                dtype = dtype_of_indices(patch.values.numel())
+                indices = torch.arange(patch.values.numel(), dtype=dtype, device=patch.values.device)
             tensors[patch.name + VALUES] = patch.values
             tensors[patch.name + INDICES] = _gaps(indices) if encoding == "gap_delta" else indices
         metadata = {
@@ -182,12 +178,11 @@ class WeightChanges(Sequence[WeightPatch]):
             for patch in self
         ]
         torch.distributed.all_gather_object(found, (own, self.elements), group=group)
-        by_name: dict[str, list[WeightPatch]] = {}
+        by_name = defaultdict[str, list[WeightPatch]](list)
         for patch in (patch for patches, _ in found for patch in patches):
-            by_name.setdefault(patch.name, []).append(patch)
-        return WeightChanges(
-            tuple(_merged(by_name[name]) for name in sorted(by_name)), max(elements for _, elements in found)
-        )
+            by_name[patch.name].append(patch)
+        merged = tuple(_merged(by_name[name]) for name in sorted(by_name))
+        return WeightChanges(merged, max(elements for _, elements in found))
 
 
 def changes(model: Module, reader: str = "engine") -> WeightChanges:
@@ -283,7 +278,8 @@ def save_changes(
         found = found.gathered()
     failure: list[str | None] = [None]
     try:
-        if not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0:
+        distributed = torch.distributed
+        if not (distributed.is_available() and distributed.is_initialized() and distributed.get_rank()):
             found.save(path, encoding)
     except BaseException as error:
         failure = [repr(error)]
@@ -350,26 +346,19 @@ def apply_changes(target: Module | Mapping[str, Tensor], patches: Iterable[Weigh
 
 
 def _refuse_unlike(patch: WeightPatch, held: Mapping[str, Tensor]) -> None:
-    if patch.name not in held:
-        raise CheckpointMismatchError(
-            "changes of a tensor that is not there",
-            where=patch.name,
-            remedy=did_you_mean(patch.name, held),
-        )
-    into = held[patch.name]
-    if (tuple(into.shape), into.dtype) != (patch.shape, patch.dtype):
-        raise CheckpointMismatchError(
-            f"changes of a tensor of shape {patch.shape} and {patch.dtype}, where it has shape "
-            f"{tuple(into.shape)} and {into.dtype}",
-            where=patch.name,
-            remedy="apply them to the model that they were taken from, in the same dtype",
-        )
-    if why_not := _why_no_patch(patch):
-        raise CheckpointMismatchError(
-            f"changes with {why_not}",
-            where=patch.name,
-            remedy="take the changes, or write the file, anew: these have been damaged on the way",
-        )
+    into = held.get(patch.name)
+    if into is None:
+        met, remedy = "changes of a tensor that is not there", did_you_mean(patch.name, held)
+    elif (tuple(into.shape), into.dtype) != (patch.shape, patch.dtype):
+        met = f"changes of a tensor of shape {patch.shape} and {patch.dtype}, where it has shape "
+        met += f"{tuple(into.shape)} and {into.dtype}"
+        remedy = "apply them to the model that they were taken from, in the same dtype"
+    elif why_not := _why_no_patch(patch):
+        met = f"changes with {why_not}"
+        remedy = "take the changes, or write the file, anew: these have been damaged on the way"
+    else:
+        return
+    raise CheckpointMismatchError(met, where=patch.name, remedy=remedy)
 
 
 def _why_no_patch(patch: WeightPatch) -> str:
@@ -400,7 +389,6 @@ _Lacking = dict[int, tuple[Tensor, Tensor, Tensor | None]]
 
 
 def _named(model: Module) -> Iterator[tuple[str, Tensor]]:
-    """Yield the tensors of a model's state dict, with their names."""
     for name, value in model.state_dict(keep_vars=True).items():
         if isinstance(value, Tensor):
             yield name, value
@@ -443,7 +431,6 @@ def _in_whole(indices: Tensor | None, tensor: Tensor) -> Tensor:
 
 
 def _write(into: Tensor, patch: WeightPatch) -> None:
-    """Write the values of a patch that belong to this process."""
     piece = local_tensor(into.detach())
     values = patch.values.to(piece.device)
     if patch.indices is None or not patch.shape:
@@ -467,13 +454,9 @@ def _merged(patches: Sequence[WeightPatch]) -> WeightPatch:
     whole = next((patch for patch in patches if patch.indices is None), None)
     if whole is not None or len(patches) == 1:
         return whole or patches[0]
-    indices = torch.cat([cast(Tensor, patch.indices) for patch in patches])
-    values = torch.cat([patch.values for patch in patches])
-    order = indices.argsort(stable=True)
-    indices, values = indices[order], values[order]
-    is_first = torch.ones_like(indices, dtype=torch.bool)
-    is_first[1:] = indices[1:] != indices[:-1]
-    indices, values = indices[is_first], values[is_first]
+    indices, places = torch.cat([cast(Tensor, each.indices) for each in patches]).unique(return_inverse=True)
+    values = patches[0].values.new_empty(len(indices))
+    values[places] = torch.cat([patch.values for patch in patches])
     is_whole = indices.numel() == math.prod(patches[0].shape)
     return patches[0]._replace(values=values, indices=None if is_whole else indices)
 
@@ -489,12 +472,10 @@ def _hash(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> str:
 
 
 def _gaps(indices: Tensor) -> Tensor:
-    """Encode sorted indices as the numbers of elements between neighbours."""
     wide = indices.long()
     gaps = torch.diff(wide, prepend=wide.new_full((1,), -1)) - 1
     return gaps.to(torch.uint16 if not gaps.numel() or int(gaps.max()) < 1 << 16 else torch.uint32)
 
 
 def _from_gaps(gaps: Tensor, elements: int) -> Tensor:
-    """Decode sorted indices from the numbers of elements between neighbours."""
     return ((gaps.long() + 1).cumsum(0) - 1).to(dtype_of_indices(elements))
