@@ -36,7 +36,7 @@ from collage_fx.errors import CollageError, InvalidOptionError
 from collage_fx.graph import Role
 from collage_fx.installation import install
 from collage_fx.numerics import STORAGE_FORMATS
-from collage_fx.options import GivenOptions, refuse_unknown
+from collage_fx.options import GivenOptions
 from collage_fx.report import try_updates
 from collage_fx.state import bytes_held, full_value, known_tensors
 from collage_fx.state.error_terms import error_terms
@@ -222,7 +222,6 @@ def audit(
     Raises:
         CollageError: an argument is not allowed; nothing has been measured.
     """
-    refuse_unknown(options)
     packs = CollageBackend(**options).options.packs
     if dtype not in STORAGE_FORMATS and not (packs and dtype is torch.float32):
         raise InvalidOptionError(
@@ -264,8 +263,6 @@ class Trial:
         steps: number of steps; a compilation in their second half counts as a fault.
         make_eager: function that creates the optimizer for the eager runs, if it differs there.
         closure: whether ``step`` needs a closure, although its signature does not say so.
-        why_inaccurate: known reason why the optimizer's update rule differs between low precision and
-            float64; empty if there is none.
         backend: function that makes the backend of the ``options``.
         with_decay: whether weight decay is measured, in steps without gradients.
         of_each: whether the errors are those of the worst parameter, not of all of them together.
@@ -280,7 +277,6 @@ class Trial:
     sparse: bool = False
     closure: bool = False
     is_still: bool = False
-    why_inaccurate: str = ""
     options: Mapping[str, Any] = field(default_factory=dict)
     backend: Callable[..., CollageBackend] = CollageBackend
     with_decay: bool = True
@@ -324,8 +320,7 @@ def measure_trial(trial: Trial) -> Measurement:
     if moved is not None and exact is not None:
         measured.error = relative_error(trial, moved, exact)
         if measured.outcome == COMPENSATED and _is_inaccurate(measured):
-            measured.outcome = INACCURATE
-            measured.reason = trial.why_inaccurate or "although there are error terms"
+            measured.outcome, measured.reason = INACCURATE, "although there are error terms"
         if measured.outcome == PACKED and measured.error > MOST_OF_PACKED:
             measured.outcome, measured.reason = INACCURATE, "although most state is float32's to 8 bits"
     measures_decay = trial.with_decay and trial.schedule is None and not trial.sparse
@@ -526,6 +521,5 @@ def _share(share: float | None) -> str:
 
 
 def _listed(title: str, entries: Iterable[str]) -> list[str]:
-    """Return a line for each distinct entry, the first with the title."""
     different = list(dict.fromkeys(entries))
     return [f"{title + ':' if not i else '':18}{entry}" for i, entry in enumerate(different)]

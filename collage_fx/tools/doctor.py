@@ -110,7 +110,6 @@ def _version(package: str) -> str:
 
 
 def _compiler() -> str:
-    """Return name and version of the first of Inductor's compilers that is installed."""
     for name in cpp_compilers():
         path = shutil.which(name)
         if path is not None:

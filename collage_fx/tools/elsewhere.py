@@ -13,7 +13,7 @@ from typing_extensions import Unpack
 
 from collage_fx.graph import Reason, StepProgram
 from collage_fx.lowering import Lowered, step_in_parts, why_not_compiled
-from collage_fx.options import GivenOptions, refuse_unknown
+from collage_fx.options import GivenOptions
 from collage_fx.report import CollageReport
 from collage_fx.runtime import Kernel, Launch, StepInParts
 from collage_fx.tools.explain import CaptureOnly, captured
@@ -67,7 +67,6 @@ def launches_elsewhere(
     Raises:
         CollageError: compiling the step would raise this error.
     """
-    refuse_unknown(options)
     backend = _Elsewhere(device, move, **options)
     captured(optimizer, backend)
     if isinstance(backend.step, Reason):

@@ -28,7 +28,7 @@ from collage_fx.graph import (
 )
 from collage_fx.lowering import Lowered, interpreted, rules_of, why_not_compiled
 from collage_fx.numerics import STORAGE_FORMATS, is_low_precision
-from collage_fx.options import GivenOptions, refuse_unknown
+from collage_fx.options import GivenOptions
 from collage_fx.report import CollageReport, try_updates, updates_of
 from collage_fx.state import clone_of, known_tensors
 from collage_fx.torch_compat import is_in_dynamo, records
@@ -52,7 +52,6 @@ def explain(optimizer: Optimizer, **options: Unpack[GivenOptions]) -> CollageRep
     Raises:
         CollageError: compiling the step would raise this error.
     """
-    refuse_unknown(options)
     backend = CaptureOnly(**options)
     try_updates(optimizer)
     captured(optimizer, backend)

@@ -21,6 +21,7 @@ from collage_fx.state.optimizers import known_tensors
 from collage_fx.tools.audit import (
     COMPENSATED,
     FAILED,
+    INACCURATE,
     REFUSED,
     UNSUPPORTED,
     Make,
@@ -69,6 +70,8 @@ def measure(variant: Variant, backend: Callable[..., CollageBackend] = CollageBa
     if variant.check == ON_OTHER_SHAPES:
         return _on_other_shapes(replace(trial, of_each=True, shapes=OTHER_SHAPES))
     measured = measure_trial(trial)
+    if measured.outcome == INACCURATE and subject.why_inaccurate:
+        measured.reason = subject.why_inaccurate
     if subject.steps != STEPS:
         measured.notes.insert(0, f"{subject.steps} steps")
     return measured
@@ -84,7 +87,6 @@ def _trial(variant: Variant, backend: Callable[..., CollageBackend]) -> Trial:
         make_eager=partial(variant.optimizer, without=COMPILED_ONLY),
         sparse=subject.sparse,
         closure=subject.closure,
-        why_inaccurate=subject.why_inaccurate,
         options={} if variant.budget is None else {"bytes_per_parameter": variant.budget},
         backend=backend,
         with_decay=False,

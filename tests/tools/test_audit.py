@@ -10,7 +10,20 @@ from torch.optim import SGD, AdamW, Optimizer
 
 from collage_fx import audit
 from collage_fx.errors import InvalidOptionError
-from collage_fx.tools.audit import FAILED, INACCURATE, NOTHING_TO_COMPARE, REFUSED, falls_short
+from collage_fx.tools.audit import (
+    COMPENSATED,
+    FAILED,
+    INACCURATE,
+    NOTHING_TO_COMPARE,
+    REFUSED,
+    Audit,
+    Measurement,
+    Trial,
+    falls_short,
+    take_steps,
+    values_of,
+    weights_of,
+)
 from collage_tools.cli import main
 from tests.support.training import Descent
 
@@ -34,6 +47,33 @@ def test_a_good_optimizer_under_both_schedules() -> None:
     assert "with error terms: parameter\n" in text
     assert "captured, compiled" in text
     assert "Verdict: precise: the error of plain low precision is " in text
+
+
+def test_numbers_are_shown_to_few_digits() -> None:
+    measured = Measurement(COMPENSATED, plain=0.5, single=0.03, error=1e-5, compilations=2, seconds=12.0)
+    text = str(Audit("SGD", {"constant": measured}))
+    row = next(line for line in text.splitlines() if line.startswith("constant"))
+    assert row.split()[1:] == ["0.5", "0.03", "<", "0.001", "2", "12.0", "compensated"]
+    assert text.endswith("Verdict: precise: the error of plain low precision is 5e+04 times as large")
+
+
+def test_a_closure_gives_new_gradients_each_time() -> None:
+    """As a backward pass does: an optimizer may free those of the first."""
+
+    class Twice(SGD):
+        @torch.no_grad()
+        def step(self, closure: Any) -> Any:  # type: ignore[override]
+            closure()
+            self.zero_grad()
+            loss = closure()
+            super().step()
+            return loss
+
+    trial = Trial(lambda params: Twice(params, lr=1.0), steps=1)
+    parameters = weights_of(trial, torch.float32)
+    before = values_of(parameters)
+    take_steps(trial, trial.make(parameters), parameters)
+    assert torch.all(values_of(parameters) != before)
 
 
 def test_the_share_of_weight_decay_that_is_applied() -> None:
