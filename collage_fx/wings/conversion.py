@@ -243,7 +243,6 @@ def _faults(
 
 
 def _summary(found: Tensors, kept: list[str], dtype: torch.dtype, limit: float | str | None) -> Conversion:
-    """Return the summary of a conversion, before a tensor changes."""
     local = {kind: list(map(local_tensor, found[kind].values())) for kind in found}
     others = zip(found["others"], local["others"], strict=True)
     rounded = tuple(name for name, t in others if not torch.equal(t.to(dtype).to(t.dtype), t))

@@ -123,7 +123,6 @@ class FullPrecisionForward:
 
 
 def _refuse(module: nn.Module) -> None:
-    """Raise if a module cannot be chosen."""
     own = dict(module.named_parameters(recurse=False))
     within = [name for name, _ in module.named_parameters() if name not in own]
     kind = type(module).__name__
@@ -136,20 +135,14 @@ def _refuse(module: nn.Module) -> None:
             remedy="choose the modules that hold the parameters: full_precision_forward(m for m in "
             "model.modules() if isinstance(m, ...))",
         )
-    _refuse_other_tensors(module)
     forward = vars(module).get("forward")
     is_method = isinstance(forward, MethodType) and forward.__self__ is module
-    if not (forward is None or is_method or is_chosen(module)):
+    if not (forward is None or is_method or _twin_in(module) is not None):
         raise InvalidOptionError(
             f"another program has replaced the forward of this {kind}",
             where=f"forward of a {kind}",
             remedy="choose the module before, or replace the forward by a method of the module",
         )
-
-
-def _refuse_other_tensors(module: nn.Module) -> None:
-    """Raise if a forward writes to its weights, or computes with 16-bit tensors that are no parameters."""
-    kind = type(module).__name__
     if getattr(module, "max_norm", None) is not None:
         raise UnsupportedTensorError(
             f"a {kind} with max_norm, whose forward writes to its weights, of which it would get a copy",
@@ -172,14 +165,14 @@ def _refuse_other_tensors(module: nn.Module) -> None:
             )
 
 
-def is_chosen(module: nn.Module) -> bool:
-    """Return whether a module's forward pass is computed in float32."""
-    return isinstance(getattr(vars(module).get("forward"), "__self__", None), _Twin)
+def _twin_in(module: nn.Module) -> _Twin | None:
+    """Return the twin that computes a module's forward pass in float32; None if there is none."""
+    found = getattr(vars(module).get("forward"), "__self__", None)
+    return found if isinstance(found, _Twin) else None
 
 
 def _choose(module: nn.Module, output_dtype: torch.dtype | None) -> None:
-    """Replace a module's forward by its twin's."""
-    if is_chosen(module):
+    if _twin_in(module) is not None:
         _restore(module)
     forward = vars(module).get("forward")
     own = dict(module.named_parameters(recurse=False, remove_duplicate=False))
@@ -189,9 +182,8 @@ def _choose(module: nn.Module, output_dtype: torch.dtype | None) -> None:
 
 
 def _restore(module: nn.Module) -> None:
-    """Give a module back the forward that it had."""
-    twin = getattr(vars(module).get("forward"), "__self__", None)
-    if not isinstance(twin, _Twin):
+    twin = _twin_in(module)
+    if twin is None:
         raise InvalidOptionError(
             f"another program has replaced the forward of this {type(module).__name__}",
             where=f"forward of a {type(module).__name__}",
@@ -248,7 +240,6 @@ class _Twin(nn.Module):
 
 
 def _is_float(x: Any) -> bool:
-    """Return whether something is a tensor of floating-point numbers."""
     return isinstance(x, Tensor) and x.is_floating_point()
 
 
@@ -283,7 +274,6 @@ def _twin_class(
     output_dtype: torch.dtype | None,
     replaced: Callable[..., Any] | None,
 ) -> type[nn.Module]:
-    """Make the class of the twins of modules of a class."""
     attributes = {
         "__slots__": ("original",),
         "names": names,

@@ -128,12 +128,20 @@ def step_in_backward(
 def reduced_late(parameters: Iterable[Tensor]) -> bool:
     """Return whether DistributedDataParallel reduces the gradients of some parameters.
 
-    It does so when the backward pass has ended: until then a gradient is that of one process.
+    It does so when the backward pass has ended: until then a gradient is that of one process. Nothing leads
+    from a parameter to it, and the program may have made it at any time.
 
     Raises:
         GradientReleaseError: FSDP1 holds the parameters, and reduces their gradients after torch's hooks.
     """
-    wrapper = _wrapper_of(parameters)
+    if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
+        return False
+    mine = {id(p) for p in parameters}
+    fsdp = sys.modules.get("torch.distributed.fsdp")
+    kinds = (DistributedDataParallel, *([] if fsdp is None else [fsdp.FullyShardedDataParallel]))
+    # By type: isinstance() asks a proxy, whose object may be gone.
+    wrappers: Iterable[Any] = (each for each in gc.get_objects() if issubclass(type(each), kinds))
+    wrapper = next((each for each in wrappers if any(id(p) in mine for p in each.parameters())), None)
     if wrapper is not None and not isinstance(wrapper, DistributedDataParallel):
         raise GradientReleaseError(
             "FullyShardedDataParallel (FSDP1) calls hooks before it has reduced a gradient",
@@ -146,21 +154,6 @@ def reduced_late(parameters: Iterable[Tensor]) -> bool:
             "are stepped then"
         )
     return wrapper is not None
-
-
-def _wrapper_of(parameters: Iterable[Tensor]) -> Any:
-    """Return the module around a model that reduces the gradients of some parameters; None if there is none.
-
-    Nothing leads from a parameter to it, and the optimizer's program may have made it at any time.
-    """
-    if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
-        return None
-    mine = {id(p) for p in parameters}
-    fsdp = sys.modules.get("torch.distributed.fsdp")
-    kinds = (DistributedDataParallel, *([] if fsdp is None else [fsdp.FullyShardedDataParallel]))
-    # By type: isinstance() asks a proxy, whose object may be gone.
-    wrappers = (each for each in gc.get_objects() if issubclass(type(each), kinds))
-    return next((each for each in wrappers if any(id(p) in mine for p in each.parameters())), None)
 
 
 def sole_optimizer(optimizer: Any, *, where: str) -> Optimizer:
