@@ -22,6 +22,7 @@ from collage_fx.errors import GradientReleaseError, InvalidOptionError, Unsuppor
 from collage_fx.graph import StepProgram
 from collage_fx.pipeline import Pass, inserted
 from tests.support.processes import Processes
+from tests.support.substitutes import lookups_of_parameters
 
 Make = Callable[[Any], Optimizer]
 #: State of an optimizer and a model's whole values, by name.
@@ -263,6 +264,19 @@ def test_the_last_of_several_backward_passes_steps(by_function: bool) -> None:
                 optimizer.zero_grad()
         ways.append(left_by(of, optimizer))
     assert_same(*ways)
+
+
+def test_parameters_are_looked_up_twice_in_a_step() -> None:
+    """At the first complete gradient, and in ``optimizer.step()``: not at each gradient."""
+    of = model()
+    optimizer = torch.optim.SGD(of.parameters(), lr=0.1)
+    step_in_backward(of, optimizer, accumulate=2)
+    with lookups_of_parameters() as lookups:
+        for i, batch in enumerate(batches(4)):
+            loss_of(of, batch).backward()
+            assert lookups.call_count == (0, 1, 2, 3)[i]
+            if i % 2:
+                optimizer.step()
 
 
 def test_fewer_backward_passes_than_announced() -> None:

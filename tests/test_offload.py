@@ -167,6 +167,22 @@ def test_several_backward_passes() -> None:
     assert_same(*ways)
 
 
+def test_a_parameter_that_is_added_after_its_gradient_has_come_is_stepped() -> None:
+    ways = []
+    for is_offloaded in (True, False):
+        of = model()
+        *others, last = of.parameters()
+        optimizer = install(torch.optim.SGD(others, lr=0.1))
+        if is_offloaded:
+            offload(optimizer)
+        loss_of(of, next(batches(1))).backward()
+        optimizer.add_param_group({"params": [last]})
+        optimizer.step()
+        assert last.grad is None or not is_offloaded
+        ways.append(weights(of))
+    assert_same(*ways)
+
+
 def test_float32_gradients_of_bfloat16_weights() -> None:
     """They are summed over two backward passes, and reach the host, without being rounded."""
     ways = []

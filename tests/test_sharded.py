@@ -116,6 +116,8 @@ def trained(
                 left[f"{i}.{name}"] = [in_one_piece(each.detach()) for each in (tensor, *terms)]
                 left[f"{i}.{name}.full"] = [in_one_piece(full_value(tensor))]
     graphs = backend.report().graphs
+    if metrics:
+        backend.metrics()  # a second call adds nothing
     measured = (
         []
         if not metrics

@@ -327,7 +327,6 @@ class _Sampling:
         return self._given(self._first.call_function(aten.take.default, (value, self._places_of(sample)[0])))
 
     def _number(self, node: Node) -> Node:
-        """Return a number in the second piece."""
         return self._numbers[node] if node in self._numbers else self._given(self._whole[node])
 
     def _given(self, node: Node) -> Node:

@@ -69,7 +69,7 @@ def budget_table(budgets: Sequence[Budget], style: str) -> str:
     rows = [each for each in others if each in shown or each == used]
     cells = [["→" if each == used else "", str(each), f"{each.bytes:.4g}"] for each in rows]
     headers, aligned = ("", "options", "bytes per parameter"), ("left", "left", "right")
-    return tabulate(cells, headers, tablefmt=style, colalign=aligned, disable_numparse=True)
+    return tabulate(cells, headers, tablefmt=style, colalign=aligned)
 
 
 def summary_line(rows: Sequence[TensorReport], other_state: int = 0) -> str:

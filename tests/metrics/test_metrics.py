@@ -629,6 +629,7 @@ def test_derived_values() -> None:
         4, 25, 9, 9, 21, 18, 9, asked=2, lost_hi=1, lost=0, unchanged=3, held=1, sizes=sizes
     )
     assert quality.small_share == 1 / 2
+    assert (quality.size_edges[0], quality.size_edges[-1]) == (2.0**-16, 2.0**16)
     assert quality.size_edges[OCTAVES.index(0)] == 1
     assert len(quality.size_edges) == len(quality.sizes)
     assert (quality + quality).sizes == tuple(2 * count for count in sizes)

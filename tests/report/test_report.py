@@ -165,6 +165,8 @@ def test_verdicts_and_what_is_done_are_told_apart(reports: dict[str, CollageRepo
     ]
     assert (first["plus"].verdict, first["plus"].here) == ("fine", "dither")
     assert (first["none"].verdict, first["none"].here) == ("fine", "fine")
+    wide = [dataclasses.replace(first["none"], dtype=torch.float32, lossy=lossy) for lossy in (True, False)]
+    assert [each.verdict for each in wide] == ["loses little", "fine"]
     assert [second[name].here for name in ("light", "plus")] == ["dither", "exact"]
 
 

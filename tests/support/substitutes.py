@@ -28,6 +28,7 @@ from collage_fx.runtime.batches import Batch
 from collage_fx.runtime.step import CompensatedStep
 from collage_fx.torch_compat import PATCHES, TableKernel, inductor_compile_inner
 from collage_fx.torch_compat.patching import Patch
+from collage_fx.wings.gradient_release import GradientRelease
 
 _OF_THE_TEST = Reason("of the test")
 
@@ -363,6 +364,14 @@ def observing_within(mode: TorchDispatchMode) -> Iterator[None]:
 
     with mock.patch.object(Observer, "read", within):
         yield
+
+
+@contextlib.contextmanager
+def lookups_of_parameters() -> Iterator[mock.Mock]:
+    """Context manager: counts how often a step in the backward pass asks its optimizer for its parameters."""
+    asked = mock.Mock(side_effect=GradientRelease._ask)
+    with mock.patch.object(GradientRelease, "_ask", lambda release: asked(release)):
+        yield asked
 
 
 @contextlib.contextmanager
