@@ -230,6 +230,16 @@ def test_gradients_are_freed_as_the_backward_pass_goes_on() -> None:
     assert release.largest <= layer
 
 
+def test_the_last_gradient_of_a_backward_pass_is_known_from_the_step_before() -> None:
+    of, unused = model(), nn.Parameter(torch.zeros(4, dtype=torch.bfloat16))
+    optimizer = torch.optim.SGD([*of.parameters(), unused], lr=0.1)
+    step_in_backward(of, optimizer, bucket_bytes=1 << 30)
+    for is_freed in (False, True):
+        loss_of(of, next(batches(1))).backward()
+        assert all(p.grad is None for p in of.parameters()) is is_freed
+        optimizer.step()
+
+
 def test_a_step_left_out_means_gradients_that_come_twice() -> None:
     of = model()
     optimizer = adamw(of.parameters())

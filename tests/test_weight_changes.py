@@ -528,6 +528,15 @@ def test_refusals(tmp_path: Path) -> None:
         collage_fx.load_changes(tmp_path / "other")
 
 
+def test_a_torch_without_processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its ``torch.distributed`` has no ``is_initialized``."""
+    monkeypatch.setattr(torch.distributed, "is_available", lambda: False)
+    monkeypatch.delattr(torch.distributed, "is_initialized")
+    model = Net()
+    collage_fx.save_changes(model, tmp_path / "file")
+    assert len(collage_fx.load_changes(tmp_path / "file")) == len(model.state_dict())
+
+
 @pytest.mark.parametrize("change", ["name", "shape", "dtype"])
 def test_changes_of_another_model_write_nothing(change: str) -> None:
     model = Net()

@@ -83,6 +83,7 @@ def test_the_share_of_weight_decay_that_is_applied() -> None:
     assert measured.decay_single == 0
     assert measured.decay == pytest.approx(1, abs=0.05)  # 384 numbers moved 60 times by a unit
     assert "fp32 masters" in str(found)
+    assert "\npredicted:        Predicted error of the weights over 600 steps: 0.00" in str(found)
     assert (
         audit(lambda params: SGD(params, lr=1e-4), schedules={"constant": None}).measured["constant"].decay
         is None
