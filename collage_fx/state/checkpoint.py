@@ -273,10 +273,23 @@ def note_compiled(optimizer: Optimizer) -> None:
 
     Fill them from wider state in the checkpoint; warn if the checkpoint had nothing for them.
     """
-    files = records.of(optimizer, _Files)
+    files, missing = records.of(optimizer, _Files), []
     files.is_compiled = True
     waiting, files.waiting = files.waiting, []
-    _fill_waiting(optimizer, waiting)
+    for name, reference, wider in waiting:
+        if (tensor := reference()) is None:
+            continue
+        if (before := format_before(name, optimizer)) is not None:  # torch has replaced this state tensor
+            ensure_record(tensor, before, name=name)
+        record = record_of(tensor)
+        if record is None or not record.holds_more or record.is_whole or is_packed(tensor):
+            continue  # it needs no error terms, or its whole value has been loaded since
+        if wider is not None:
+            with real_tensors():
+                fill(record, tensor, (_as_loaded(tensor, wider) - local_tensor(tensor.detach())).float())
+        elif record.format.keeps_error:
+            missing.append(name)
+    _warn_of_missing(type(optimizer), missing)
 
 
 def forget_compiled(optimizer: Optimizer) -> None:
@@ -408,12 +421,11 @@ def _keyed_auxiliaries(
 
 def _fingerprint_of(tensor: Tensor, record: ErrorTermRecord) -> Tensor:
     """Make the table for a checkpoint; the loaded table if no step has used the error terms since."""
-    number = record.claim
-    if number is None and is_packed(tensor):
-        number = _fingerprint_of_packed(tensor, record)
-    elif number is None:
-        number = fingerprint(local_tensor(tensor), record.auxiliaries)
-    return table_of(number, tensor)
+    if record.claim is not None:
+        return table_of(record.claim, tensor)
+    if is_packed(tensor):
+        return table_of(_fingerprint_of_packed(tensor, record), tensor)
+    return table_of(fingerprint(local_tensor(tensor), record.auxiliaries), tensor)
 
 
 def _fingerprint_of_packed(tensor: Tensor, record: ErrorTermRecord) -> Tensor:
@@ -424,9 +436,7 @@ def _fingerprint_of_packed(tensor: Tensor, record: ErrorTermRecord) -> Tensor:
 
 def _warn_unsaved(optimizer: Optimizer) -> None:
     """Warn of error terms that a state dict does not hold, as their tensors are attributes."""
-    attributes = {
-        name: value for name, value in vars(optimizer).items() if name not in ("state", "param_groups")
-    }
+    attributes = {n: each for n, each in vars(optimizer).items() if n not in ("state", "param_groups")}
     with_inner = {"self": optimizer, **optimizers_among(vars(optimizer))}
     held = {id(entry.tensor) for entry in known_tensors(with_inner).values()}
     for name, tensor in state_tensors(attributes):
@@ -447,14 +457,12 @@ def _taken_apart(optimizer: Optimizer) -> Any:
     make, args, state, *rest = reduced
     if isinstance(state, dict):
         state = without_own_methods(without_own_step(state).items())
-        for name, value in state.items():
-            if name.startswith("_optimizer_") and isinstance(value, dict):  # hooks; the copy has ours anew
-                state[name] = OrderedDict((i, each) for i, each in value.items() if not _is_ours(each))
+        for name, hooks in state.items():
+            if name.startswith("_optimizer_") and isinstance(hooks, dict):  # the copy has ours anew
+                modules = {i: str(getattr(hook, "__module__", "")) for i, hook in hooks.items()}
+                theirs = (i for i, module in modules.items() if not module.startswith("collage_fx."))
+                state[name] = OrderedDict((i, hooks[i]) for i in theirs)
     return _made_anew, (make, args), (state, along), *rest
-
-
-def _is_ours(hook: Any) -> bool:
-    return str(getattr(hook, "__module__", "")).startswith("collage_fx.")
 
 
 #: Class for which :func:`_taken_apart` is registered -> the function registered before, if any.
@@ -535,10 +543,8 @@ def _give(optimizer: Optimizer, along: StateDict) -> None:
         record = ensure_record(each.tensor, _known_format(each.format_name, name), name=name)
         specs = record.format.auxiliaries(local_tensor(each.tensor))
         counts = (_saved_zero(),)[: len(specs) - len(each.auxiliaries)]
-        pairs = zip(
-            specs, (*each.auxiliaries, *counts), strict=True
-        )  # earlier versions had no count in exact
-        record.replace_contents([spec.loaded(saved) for spec, saved in pairs])
+        saved = (*each.auxiliaries, *counts)  # earlier versions had no count in exact
+        record.replace_contents([spec.loaded(one) for spec, one in zip(specs, saved, strict=True)])
         if each.claim is not None:
             claims.add(known[id(each.tensor)].name, record, each.claim)
     _give_along(optimizer, along)
@@ -625,11 +631,8 @@ def _load_by_own(optimizer: Optimizer, method: Callable[..., Any], *args: Any, *
 
 def _of_table(table: Mapping[str, Tensor]) -> Saved:
     """Return the error terms in the table of a state dict of another layout than torch's."""
-    keyed = []
-    for key, tensor in table.items():
-        number, _, rest = key.partition(".")
-        keyed.append((int(number) if number.isdigit() else None, rest, tensor))
-    return _by_owner(keyed)
+    keyed = ((*key.partition("."), tensor) for key, tensor in table.items())
+    return _by_owner((int(n) if n.isdigit() else None, rest, tensor) for n, _, rest, tensor in keyed)
 
 
 def _restore_table(optimizer: Optimizer, saved: Saved, load: _Load | None) -> None:
@@ -845,9 +848,8 @@ def _note_left_out(optimizer: Optimizer) -> None:
 def _counted_steps(entries: StateDict) -> float | None:
     """Return the number of steps that the state of a parameter counts; None if it counts no steps."""
     count = entries.get("step")
-    if isinstance(count, Tensor):
-        return float(count) if count.numel() == 1 else None
-    return float(count) if isinstance(count, (int, float)) else None
+    is_number = count.numel() == 1 if isinstance(count, Tensor) else isinstance(count, (int, float))
+    return float(cast(float, count)) if is_number else None
 
 
 def _separated(state_dict: StateDict) -> tuple[StateDict, Saved]:
@@ -1066,13 +1068,12 @@ def _restore(optimizer: Optimizer, load: _Load) -> None:
             f"error terms of {some(unused)}, which have other values than those were saved beside (load the "
             "weights of a model before its optimizer); they are left out",
         )
-    if missing:
-        _warn_of_missing(kind, missing)
+    _warn_of_missing(kind, missing)
     of_state.settle()  # its values have been loaded, too; those of parameters may be loaded later
     files = records.of(optimizer, _Files)
-    files.waiting = [] if files.is_compiled else waiting
+    files.waiting = waiting
     if files.is_compiled:
-        _fill_waiting(optimizer, waiting)
+        note_compiled(optimizer)
     note_held(optimizer)
 
 
@@ -1100,14 +1101,13 @@ def _of_renamed(optimizer: Optimizer, plain: StateDict, saved: Saved) -> Saved:
 def _kept_among(saved: Saved) -> Kept:
     """Remove the entries of wide and narrow state from the values under our keys, and return them."""
     kept: Kept = {}
-    found = [(owner, key) for owner, entries in saved.items() for key in entries if key[0] == KEPT]
-    for owner, (_, name) in found:
-        held = saved[owner].pop((KEPT, name))
-        if not saved[owner]:
+    for owner, entries in list(saved.items()):
+        for key in [key for key in entries if key[0] == KEPT]:
+            if (dtype := dtype_named(key[1])) is None:
+                raise _mismatch(f"state of the unknown dtype {key[1]!r}", owner[1])
+            kept[owner] = dtype, entries.pop(key)
+        if not entries:
             del saved[owner]
-        if (dtype := dtype_named(name)) is None:
-            raise _mismatch(f"state of the unknown dtype {name!r}", str(owner[1]))
-        kept[owner] = dtype, held
     return kept
 
 
@@ -1224,8 +1224,7 @@ def _loaded_buffers(
 
 def _number_in(auxiliaries: Auxiliaries, hi: Tensor) -> Tensor:
     """Return this process's part of the saved fingerprint; zero if there is none."""
-    tables = (each for (_, name), each in auxiliaries.items() if name == FINGERPRINT)
-    table = next(tables, None)
+    table = auxiliaries.get((_format_name(auxiliaries), FINGERPRINT))
     return torch.zeros((), dtype=torch.int64) if table is None else number_in(table.to(torch.uint8), hi)
 
 
@@ -1345,37 +1344,17 @@ def _as_loaded(tensor: Tensor, wider: Tensor) -> Tensor:
         return torch.where(whole.to(hi.dtype) == hi, whole, hi.to(whole.dtype))
 
 
-def _fill_waiting(optimizer: Optimizer, waiting: Iterable[_Waiting]) -> None:
-    """Make error terms of wider state of the checkpoint; warn of tensors for which it had nothing."""
-    missing = []
-    for name, reference, wider in waiting:
-        tensor = reference()
-        if tensor is None:
-            continue
-        if (before := format_before(name, optimizer)) is not None:  # torch has replaced this state tensor
-            ensure_record(tensor, before, name=name)
-        record = record_of(tensor)
-        if record is None or not record.holds_more or record.is_whole or is_packed(tensor):
-            continue  # it needs no error terms, or its whole value has been loaded since
-        if wider is not None:
-            with real_tensors():
-                fill(record, tensor, (_as_loaded(tensor, wider) - local_tensor(tensor.detach())).float())
-        elif record.format.keeps_error:
-            missing.append(name)
-    if missing:
-        _warn_of_missing(type(optimizer), missing)
-
-
 def _warn_of_missing(kind: type[Optimizer], names: Sequence[str]) -> None:
-    """Warn of tensors for which a checkpoint holds no error terms."""
-    warn(
-        f"no error terms of {some(names)} have been loaded into {kind.__name__}; they start from "
-        "zero. Either a plain optimizer has saved the checkpoint; or it was loaded before the step was given "
-        "to torch.compile or collage_fx.install, and plain PyTorch has rounded float32 state in it (call "
-        "load_state_dict below that line: the rest becomes error terms); or torch.distributed.checkpoint has "
-        "left out those in the file: it loads only what an optimizer holds already, and this one had not "
-        "taken a compiled step (collage_fx.install makes it take one)"
-    )
+    """Warn of tensors, if there are any, for which a checkpoint holds no error terms."""
+    if names:
+        warn(
+            f"no error terms of {some(names)} have been loaded into {kind.__name__}; they start from zero. "
+            "Either a plain optimizer has saved the checkpoint; or it was loaded before the step was given "
+            "to torch.compile or collage_fx.install, and plain PyTorch has rounded float32 state in it (call "
+            "load_state_dict below that line: the rest becomes error terms); or torch.distributed.checkpoint "
+            "has left out those in the file: it loads only what an optimizer holds already, and this one had "
+            "not taken a compiled step (collage_fx.install makes it take one)"
+        )
 
 
 def _warn_of_checkpoint(kind: type[Optimizer], holds: str) -> None:
