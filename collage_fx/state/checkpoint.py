@@ -3,46 +3,41 @@
 Note [Owning the round trip]
 ----------------------------
 An optimizer is adopted (:func:`adopt`) when its step is given to ``torch.compile`` or to ``install``, and at
-the latest when a step is first compiled or recorded. From then on it has three hooks of ours, registered by
-torch's public methods: ``state_dict`` adds the error terms to each parameter's entry under keys of ours, and
-``load_state_dict`` takes them out again before torch loads the rest, and puts them beside the tensors that
-torch has made. (``Optimizer.load_state_dict`` casts every tensor in ``state`` to its parameter's dtype,
-pytorch#43706.) Hooks that the user has registered before see a state dict with our keys, and an optimizer
-with its error terms. A checkpoint written with error terms is an ordinary one to a process without
-collage_fx, and the other way round; one of packed state is not, see Note [Packed state in files].
+the latest when a step is first compiled or recorded. From then on it has three hooks of ours: ``state_dict``
+adds the error terms to each parameter's entry under keys of ours, and ``load_state_dict`` takes them out
+before torch loads the rest, and puts them beside the tensors that torch has made. (torch casts every tensor
+in ``state`` to its parameter's dtype, pytorch#43706.) Hooks that the user has registered before see a state
+dict with our keys, and an optimizer with its error terms. To a process without collage_fx such a checkpoint
+is an ordinary one, and the other way round; one of packed state is not, see Note [Packed state in files].
 
-A class with methods of its own for the two may walk the entries before or after it calls torch's, convert or
-rename them, or have another layout. So such an optimizer has methods of ours around its class's
-(:class:`OwnMethod`): ``load_state_dict`` of the class is given a state dict without our keys, and
-``state_dict`` of the class makes one without them. Ours are taken out before the class's method begins, and
-put beside what it has left when it has ended. A slot that the class has renamed is found by the fingerprint.
-A layout without ``state`` and ``param_groups`` gets one more entry, ``"collage_fx"``, with the error terms
-that are not in it yet: those of an optimizer within are.
+A class with methods of its own for the two may walk, convert or rename the entries, or have another layout.
+So such an optimizer has methods of ours around its class's (:class:`OwnMethod`), which give the class a state
+dict without our keys, and put ours beside what it has left. A slot that the class has renamed is found by the
+fingerprint. A layout without ``state`` and ``param_groups`` gets one more entry, ``"collage_fx"``, with the
+error terms that are not in it yet: those of an optimizer within are.
 
-Keys: ``collage_fx.<slot>.<format>.<auxiliary>``, where the slot is ``parameter`` or the name of the state,
-as ``collage_fx.exp_avg_sq.exact.rest``. An attribute, an item or a nested key follows a dot, as
+Keys: ``collage_fx.<slot>.<format>.<auxiliary>``, where the slot is ``parameter`` or the name of the state, as
+``collage_fx.exp_avg_sq.exact.rest``. An attribute, an item or a nested key follows a dot, as
 ``average.slow``; the later of two equal slots gets a number, as a state that is called ``parameter``:
 ``parameter#2``. Beside them, ``collage_fx.<slot>.<format>.fingerprint`` tells which values they belong to:
 Note [Fingerprints]. Error terms of tensors that belong to no single parameter (in ``param_groups``, or in
-``state`` under a key of the optimizer's own) are in one more entry of the state dict, ``"collage_fx"``. Error
-terms of attributes of the optimizer, which torch's state dict does not hold, are not saved: ``state_dict``
-warns. State of another dtype than its parameter has a key of its own: Note [Wide state]. Four entries beside
-``state`` let a resumed run decide as the interrupted run would have: ``"collage_fx.new"`` names state whose
-error terms the next step may drop, ``"collage_fx.recorded"`` tells that steps are recorded,
-``"collage_fx.numbers"`` which of their numbers change, ``"collage_fx.changed"`` which numbers in the groups
-have changed.
+``state`` under a key of the optimizer's own) are in one more entry of the state dict, ``"collage_fx"``. Those
+of attributes of the optimizer, which torch's state dict does not hold, are not saved: ``state_dict`` warns.
+State of another dtype than its parameter has a key of its own: Note [Wide state]. Entries named
+``"collage_fx.<name>"`` beside ``state`` (:func:`carry_along`) let a resumed run decide as the interrupted run
+would have.
 
 Note [Memory of a loaded state dict]
 ------------------------------------
-Torch uses the tensors of a state dict as ``optimizer.state``, if dtype and device fit, and steps write to
-them. The error terms of such state are used as buffers likewise, so that loading takes no memory beside that
-of the state dict. If torch copies all state of a parameter, its error terms are copied too: a program may
-load such a state dict once more. So are error terms that are the buffers of another record.
+Torch uses the tensors of a state dict as ``optimizer.state``, if dtype and device fit. Their error terms are
+used as buffers likewise, so that loading takes no memory beside that of the state dict. They are copied where
+torch copies all state of a parameter, as a program may load such a state dict once more, and where they are
+the buffers of another record.
 
 Note [Packed state in files]
 ----------------------------
 A packed tensor in a state dict is the optimizer's own; it is decoded when it is read. Its pickle is a call of
-:func:`packed_tensor` with its auxiliaries, the same memory as under our keys: a file holds them once.
+:func:`packed_tensor` with its auxiliaries, the same memory as under our keys: a file holds them once, and
 ``torch.load`` makes a packed tensor of them, which an optimizer uses unchanged. So the file names a function
 of ours, which is registered with ``torch.load`` (``add_safe_globals``); in a process without collage_fx, the
 error of ``torch.load`` names it: use :func:`plain_state_dict` there. The entries under our keys are for
@@ -50,10 +45,9 @@ programs that handle tensors alone, such as torch.distributed.checkpoint.
 
 Note [Loaded by plain torch]
 ----------------------------
-A checkpoint that is loaded before the optimizer is adopted goes through torch's own ``load_state_dict``: keys
-of ours stand in ``optimizer.state``, cast to the parameter's dtype. Error terms of that dtype and bytes
-survive the cast, and all others are saved as bytes (:meth:`AuxiliarySpec.saved`). So :func:`adopt` makes
-error terms of what it finds there, to the bit, as if it had been loaded now. Five things are gone:
+A checkpoint that is loaded before the optimizer is adopted leaves our keys in ``optimizer.state``, cast to
+the parameter's dtype. Error terms of that dtype and bytes survive the cast, and all others are saved as bytes
+(:meth:`AuxiliarySpec.saved`). So :func:`adopt` makes error terms of them, to the bit. Five things are gone:
 
 * the entry of what belongs to no single parameter, which torch drops: named by a warning;
 * what torch.distributed.checkpoint has left out of its file, which it loads into what an optimizer holds
@@ -70,8 +64,8 @@ An optimizer that nobody compiles is looked at before its first step, which torc
 
 Note [A checkpoint that is not what it says]
 --------------------------------------------
-Our entries stay unchanged in plain PyTorch while it takes steps; files are swapped and damaged; a model is
-loaded in the middle of a run. So loaded error terms, and those of a module whose ``load_state_dict`` has been
+Plain PyTorch takes steps and leaves our entries unchanged; files are swapped and damaged; a model is loaded
+in the middle of a run. So loaded error terms, and those of a module whose ``load_state_dict`` has been
 called, are checked before the first step that uses them (:class:`Claims`): if the fingerprint is not that of
 the pair, they become zero, with one warning that names the tensors. An entry that cannot be an error term at
 all (of another shape, not finite) is refused, and nothing is loaded. Error terms in another format than the
@@ -80,14 +74,13 @@ float32 tensor loaded into 16 bits leaves its rest as an error term, if the step
 
 Note [Copies and pickles]
 -------------------------
-``copy.deepcopy(opt)`` and ``pickle`` ask ``copyreg`` for a function that takes objects of a class apart. Ours
-is registered for the class of each optimizer that is adopted: it adds a :class:`PickledRecord` of each
-tensor that has error terms, and the memo of the copy or the pickle sees to it that these tensors are the
-copy's own parameters and states. What is put together again is adopted, as torch copies no hooks. A pickle
-thereby names functions of ours, so that unpickling it imports collage_fx, or fails where there is none. (A
-pickle of an earlier version is one of torch's own; its error terms are taken up by :func:`adopt`.)
-So ``copy.deepcopy((model, opt))`` is a pair that trains on like the first. A model copied or saved *alone* is
-made of the tensors that the user sees: its parameters have no error terms, the values are hi.
+``copy.deepcopy(opt)`` and ``pickle`` ask ``copyreg`` for a function that takes objects of a class apart.
+Ours, for the class of each adopted optimizer, adds a :class:`PickledRecord` of each tensor that has error
+terms; the memo sees to it that these tensors are the copy's own. The copy is adopted, as torch copies no
+hooks. A pickle thereby names functions of ours: unpickling imports collage_fx, or fails where there is none.
+(A pickle of an earlier version is one of torch's own; its error terms are taken up by :func:`adopt`.) So
+``copy.deepcopy((model, opt))`` is a pair that trains on like the first. A model copied or saved *alone* has
+no error terms: its values are hi.
 """
 
 from __future__ import annotations
@@ -143,7 +136,6 @@ from collage_fx.state.packed import decoded, is_packed
 from collage_fx.state.replaced_state import format_before, note_held
 from collage_fx.state.wide_state import (
     KEPT,
-    dtype_named,
     is_kept_wide,
     is_narrow,
     is_spared,
@@ -315,11 +307,6 @@ def carry_along(
     _carried_along[name] = value, restore
 
 
-def _after_save(optimizer: Optimizer, saved: StateDict) -> StateDict | None:
-    """Add the error terms to a state dict of torch's, unless the class's own method will change it."""
-    return None if any(each is optimizer for each in _own_saves) else _with_entries(optimizer, saved)
-
-
 def _save_by_own(optimizer: Optimizer, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Call a class's own ``state_dict``, and add the error terms to its result."""
     _own_saves.append(optimizer)
@@ -330,8 +317,8 @@ def _save_by_own(optimizer: Optimizer, method: Callable[..., Any], *args: Any, *
     if not isinstance(made, dict):
         return made
     if _is_torchs_layout(made):
-        return _with_entries(optimizer, made)
-    _, saved = _separated(_with_entries(optimizer, _numbered(optimizer)))
+        return _after_save(optimizer, made)
+    _, saved = _separated(_after_save(optimizer, _numbered(optimizer)))
     present = {storage_of(each) for each in pytree.tree_leaves(made) if isinstance(each, Tensor)}
     table = {
         f"{owner[0]}.{owner[1]}.{format_name}.{auxiliary}": tensor
@@ -363,14 +350,24 @@ def _numbered(optimizer: Optimizer) -> StateDict:
     }
 
 
-def _with_entries(optimizer: Optimizer, saved: StateDict) -> StateDict:
-    """Add the error terms to a state dict of torch's."""
+def _after_save(optimizer: Optimizer, saved: StateDict) -> StateDict:
+    """Add the error terms to a state dict of torch's, unless the class's own method will change it."""
+    if any(each is optimizer for each in _own_saves):
+        return saved
     _warn_unsaved(optimizer)
-    state = dict(saved["state"])
+    state, wider = dict(saved["state"]), {id(each.tensor): each for each in _still_wider(optimizer)}
     for key, _, parameter in _keyed_parameters(optimizer, saved):
-        if entries := {**_wider_entries(optimizer, parameter), **_entries(optimizer, parameter)}:
-            # A new dictionary: the one in ``saved`` is the optimizer's own.
-            state[key] = {**_as_dictionary(state.get(key)), **entries}
+        entry = optimizer.state.get(parameter)
+        kept = kept_entries(parameter, _state_slots(entry))
+        auxiliaries = _keyed_auxiliaries(_slots(optimizer, parameter), are_flat=is_flattened(parameter))
+        ours = {PREFIX + name: tensor for name, tensor in itertools.chain(auxiliaries, kept)}
+        unchanged = {
+            name: distributed_like(tensor, _as_loaded(tensor, wider[id(tensor)].wider))
+            for name, tensor in _as_dictionary(entry).items()
+            if id(tensor) in wider
+        }
+        if unchanged or ours:  # a new dictionary, as the one in ``saved`` is the optimizer's own
+            state[key] = {**_as_dictionary(state.get(key)), **unchanged, **ours}
     shared = dict(_keyed_auxiliaries(shared_tensors(optimizer.param_groups, optimizer.state)))
     along = _along(optimizer, PREFIX)
     return {**saved, "state": state, **({SHARED: shared} if shared else {}), **along}
@@ -379,23 +376,6 @@ def _with_entries(optimizer: Optimizer, saved: StateDict) -> StateDict:
 def _as_dictionary(entry: Any) -> StateDict:
     """Return the state of a parameter as a dictionary that has room for our entries."""
     return entry if isinstance(entry, dict) else {} if entry is None else {WHOLE: entry}
-
-
-def _entries(optimizer: Optimizer, parameter: Tensor) -> StateDict:
-    """Return our entries for one parameter: error terms, and the dtypes of wide and narrow state."""
-    kept = kept_entries(parameter, _state_slots(optimizer.state.get(parameter)))
-    auxiliaries = _keyed_auxiliaries(_slots(optimizer, parameter), are_flat=is_flattened(parameter))
-    return {PREFIX + key: tensor for key, tensor in itertools.chain(auxiliaries, kept)}
-
-
-def _wider_entries(optimizer: Optimizer, parameter: Tensor) -> StateDict:
-    """Return state that was wider in a checkpoint, unchanged, until a step makes error terms of it."""
-    wider = {id(tensor): wider for _, tensor, wider in _still_wider(optimizer)}
-    return {
-        key: distributed_like(tensor, _as_loaded(tensor, wider[id(tensor)]))
-        for key, tensor in _as_dictionary(optimizer.state.get(parameter)).items()
-        if id(tensor) in wider
-    }
 
 
 def _keyed_auxiliaries(
@@ -416,22 +396,16 @@ def _keyed_auxiliaries(
                     saved = distributed_like(tensor, saved, spec.saved_shape)
                 yield f"{name}.{record.format.name}.{spec.name}", saved
             if record.holds_more and not is_state:
-                yield f"{name}.{record.format.name}.{FINGERPRINT}", _fingerprint_of(tensor, record)
+                table = table_of(_fingerprint_of(tensor, record), tensor)
+                yield f"{name}.{record.format.name}.{FINGERPRINT}", table
 
 
 def _fingerprint_of(tensor: Tensor, record: ErrorTermRecord) -> Tensor:
-    """Make the table for a checkpoint; the loaded table if no step has used the error terms since."""
-    if record.claim is not None:
-        return table_of(record.claim, tensor)
+    """Return this process's part of a fingerprint; as it was loaded, if no step has used the error terms."""
     if is_packed(tensor):
-        return table_of(_fingerprint_of_packed(tensor, record), tensor)
-    return table_of(fingerprint(local_tensor(tensor), record.auxiliaries), tensor)
-
-
-def _fingerprint_of_packed(tensor: Tensor, record: ErrorTermRecord) -> Tensor:
-    """Return this process's part of the fingerprint of a packed tensor."""
-    parts = record.decoded_parts(chunk_on(tensor.device))
-    return torch.stack([fingerprint(*part) for part in parts]).sum()
+        parts = record.decoded_parts(chunk_on(tensor.device))
+        return torch.stack([fingerprint(*part) for part in parts]).sum()
+    return fingerprint(local_tensor(tensor), record.auxiliaries) if record.claim is None else record.claim
 
 
 def _warn_unsaved(optimizer: Optimizer) -> None:
@@ -470,7 +444,6 @@ _reducers: dict[type[Optimizer], Callable[[Any], Any] | None] = {}
 
 
 def _carried(optimizer: Optimizer) -> StateDict:
-    """Return our values for a copy of an optimizer."""
     pickled: list[PickledRecord | PickledWider] = [
         PickledRecord(entry.tensor, record.format.name, _as_saved(entry.tensor, record), record.claim)
         for entry in known_tensors({"self": optimizer}).values()
@@ -478,7 +451,7 @@ def _carried(optimizer: Optimizer) -> StateDict:
         and (record := record_of(entry.tensor)) is not None
         and record.is_current
     ]
-    pickled += [PickledWider(*each) for each in _still_wider(optimizer)]
+    pickled += _still_wider(optimizer)
     return {**({SHARED: pickled} if pickled else {}), **_along(optimizer)}
 
 
@@ -494,7 +467,6 @@ def _for_files(values: Mapping[str, Any]) -> StateDict:
 
 
 def _give_along(optimizer: Optimizer, along: Mapping[str, Any]) -> None:
-    """Restore the values of :func:`carry_along`."""
     collage_fx._complete()  # a pickle may be the first use of the library: now all are registered
     for name, (_, restore) in _carried_along.items():
         if (value := along.get(name)) is not None:
@@ -502,7 +474,6 @@ def _give_along(optimizer: Optimizer, along: Mapping[str, Any]) -> None:
 
 
 def _as_saved(tensor: Tensor, record: ErrorTermRecord) -> tuple[Tensor, ...]:
-    """Return the local buffers in the form of a checkpoint."""
     specs = record.format.auxiliaries(local_tensor(tensor))
     return tuple(spec.saved(each) for spec, each in zip(specs, record.auxiliaries, strict=True))
 
@@ -578,7 +549,6 @@ def _read(optimizer: Optimizer, given: Mapping[str, Any], *, may_rename: bool = 
 
 
 def _keys_in(state_dict: StateDict) -> list[Any]:
-    """Return the keys of the parameters in a state dict."""
     return [key for group in state_dict.get("param_groups", ()) for key in group["params"]]
 
 
@@ -610,7 +580,8 @@ def _load_by_own(optimizer: Optimizer, method: Callable[..., Any], *args: Any, *
     if _is_torchs_layout(given):
         load = _read(optimizer, given, may_rename=True)
     else:
-        table = _of_table(given.get(SHARED, {}))
+        keyed = ((*key.partition("."), tensor) for key, tensor in given.get(SHARED, {}).items())
+        table = _by_owner((int(n) if n.isdigit() else None, rest, tensor) for n, _, rest, tensor in keyed)
         load = _Load(_without_ours(given))
     _own_loads.append((optimizer, load))
     bound.arguments[name] = load.plain
@@ -627,12 +598,6 @@ def _load_by_own(optimizer: Optimizer, method: Callable[..., Any], *args: Any, *
         files.loading = load
     _after_load(optimizer, _for_files(given))
     return result
-
-
-def _of_table(table: Mapping[str, Tensor]) -> Saved:
-    """Return the error terms in the table of a state dict of another layout than torch's."""
-    keyed = ((*key.partition("."), tensor) for key, tensor in table.items())
-    return _by_owner((int(n) if n.isdigit() else None, rest, tensor) for n, _, rest, tensor in keyed)
 
 
 def _restore_table(optimizer: Optimizer, saved: Saved, load: _Load | None) -> None:
@@ -750,7 +715,6 @@ def adopted_by_storage() -> dict[int, list[KnownTensor]]:
 
 
 def _register(optimizer: Optimizer) -> None:
-    """Register our hooks with an optimizer, and our function for copies of its class."""
     records.of(optimizer, _Files).is_adopted = True
     wrap_own_method(optimizer, "state_dict", _save_by_own)
     wrap_own_method(optimizer, "load_state_dict", _load_by_own)
@@ -797,7 +761,6 @@ def _take_up(optimizer: Optimizer) -> bool:
 
 
 def _contents(optimizer: Optimizer) -> StateDict:
-    """Return an optimizer's state and groups in the form of a state dict."""
     return {"state": optimizer.state, "param_groups": optimizer.param_groups}
 
 
@@ -809,7 +772,6 @@ def _new_names(optimizer: Optimizer) -> list[str] | None:
 
 
 def _note_new(optimizer: Optimizer, names: Sequence[str]) -> None:
-    """Leave it to the next step whether tensors keep their error terms."""
     for each in known_tensors({"self": optimizer}).values():
         if each.name in names:
             note_new(each.tensor)
@@ -871,7 +833,6 @@ def _separated(state_dict: StateDict) -> tuple[StateDict, Saved]:
 
 
 def _without_ours(values: Mapping[str, Any]) -> StateDict:
-    """Return the entries of a state dict beside ours."""
     return {key: value for key, value in values.items() if not str(key).startswith(SHARED)}
 
 
@@ -888,7 +849,6 @@ def _by_owner(keyed: Iterable[tuple[Any, str, Tensor]]) -> Saved:
 
 
 def _saved_zero() -> Tensor:
-    """Return a count of no steps as a checkpoint holds it."""
     return COUNT.saved(COUNT.zeros(torch.device("cpu")))
 
 
@@ -943,7 +903,7 @@ def _refuse_damaged(plain: StateDict, saved: Saved) -> None:
             auxiliaries, record = saved.get((key, slot), {}), record_of(tensor)
             if not is_packed(tensor) or record is None or all(name != FINGERPRINT for _, name in auxiliaries):
                 continue
-            actual, pieces = _fingerprint_of_packed(tensor, record), sharding_of(tensor)
+            actual, pieces = _fingerprint_of(tensor, record), sharding_of(tensor)
             differs = _number_in(auxiliaries, tensor).to(actual.device) - actual
             if bool(differs if pieces is None else pieces.sum(differs)):
                 raise CheckpointMismatchError(
@@ -968,7 +928,6 @@ def _of_another_shape(saved: Tensor, owner: Tensor, spec: AuxiliarySpec) -> str:
 
 
 def _refuse_mismatch(saved: Auxiliaries, owner: Tensor, dtype: torch.dtype, where: str) -> None:
-    """Raise unless ``saved`` are all auxiliaries of a format for a tensor like ``owner``, of ``dtype``."""
     name = _format_name(saved)
     hi = torch.empty_strided(owner.size(), owner.stride(), dtype=dtype, device="meta")
     error_format = _known_format(name, where)
@@ -1005,7 +964,6 @@ def _is_cast(saved: Auxiliaries) -> bool:
 
 
 def _known_format(name: str, where: str) -> ErrorFormat:
-    """Return the format of a name; raise if it is unknown."""
     if (found := format_named(name)) is None:
         raise _mismatch(
             f"error terms in the unknown format {name!r} (import the module that registers it, if it is a "
@@ -1016,7 +974,6 @@ def _known_format(name: str, where: str) -> ErrorFormat:
 
 
 def _mismatch(met: str, where: str) -> CheckpointMismatchError:
-    """Make the error for entries that do not fit."""
     return CheckpointMismatchError(
         met,
         where=where,
@@ -1037,8 +994,8 @@ def _restore(optimizer: Optimizer, load: _Load) -> None:
     missing: list[str] = []
     has_terms = any(slot == PARAMETER_SLOT for _, slot in saved)
     for owner, name, tensor in _held(optimizer, plain):
-        live, auxiliaries = record_of(tensor), saved.get(owner)
-        if auxiliaries and is_low_precision(tensor.dtype) and _wider(plain, owner) is not None:
+        live, auxiliaries, wider = record_of(tensor), saved.get(owner), _wider(plain, owner)
+        if auxiliaries and is_low_precision(tensor.dtype) and wider is not None:
             # Codes of a float32 tensor, which is read decoded: they do not belong to its rounded value.
             auxiliaries = None if _is_packed_format(auxiliaries) else auxiliaries
         if is_packed(tensor) and live is not None:
@@ -1055,7 +1012,6 @@ def _restore(optimizer: Optimizer, load: _Load) -> None:
             if live is not None:
                 live.is_whole = False
                 live.clear()
-            wider = _wider(plain, owner)
             # With ``along``, the run has chosen which state has none; it may get some when numbers change.
             may_wait = owner[1] == PARAMETER_SLOT or not load.along
             if has_terms and owner[1] == PARAMETER_SLOT and plain["state"].get(owner[0]):
@@ -1103,7 +1059,7 @@ def _kept_among(saved: Saved) -> Kept:
     kept: Kept = {}
     for owner, entries in list(saved.items()):
         for key in [key for key in entries if key[0] == KEPT]:
-            if (dtype := dtype_named(key[1])) is None:
+            if not isinstance(dtype := getattr(torch, key[1], None), torch.dtype):
                 raise _mismatch(f"state of the unknown dtype {key[1]!r}", owner[1])
             kept[owner] = dtype, entries.pop(key)
         if not entries:
@@ -1169,17 +1125,13 @@ def _is_rounding_of(saved: Tensor, loaded: Tensor, dtype: torch.dtype) -> bool:
 
 def _taken_over(optimizer: Optimizer, plain: StateDict) -> set[Any]:
     """Return the keys of the parameters for which torch uses the checkpoint's state tensors, not copies."""
-    loaded = {id(each) for entries in plain["state"].values() for _, each in _of_elements(entries)}
+    slots = (slot for entries in plain["state"].values() for slot in _state_slots(entries))
+    loaded = {id(each) for _, each in slots if each.dim()}
     return {
         key
         for key, _, parameter in _keyed_parameters(optimizer, plain)
-        if any(id(each) in loaded for _, each in _of_elements(optimizer.state.get(parameter)))
+        if any(id(each) in loaded for _, each in _state_slots(optimizer.state.get(parameter)))
     }
-
-
-def _of_elements(entries: Any) -> Iterator[tuple[str, Tensor]]:
-    """Yield the tensors of one parameter's state that are not 0-d."""
-    return ((slot, each) for slot, each in _state_slots(entries) if each.dim())
 
 
 def _claims_in(kind: type[Optimizer]) -> Claims:
@@ -1206,8 +1158,9 @@ def _put_beside(
         reset_error_terms(hi)
     loaded = _loaded_buffers(error_format.auxiliaries(hi), auxiliaries, hi)
     memory = {storage_of(each) for each in loaded}
-    take_over = in_use is not None and in_use.isdisjoint(memory)
-    record = ensure_record(hi, error_format, name=name, contents=loaded, take_over=take_over)
+    is_taken_over = in_use is not None and in_use.isdisjoint(memory)
+    record = ensure_record(hi, error_format, name=name, buffers=loaded if is_taken_over else None)
+    record.replace_contents(loaded)
     if in_use is not None:
         in_use |= memory
     claims.add(name, record, _number_in(auxiliaries, hi))
@@ -1235,7 +1188,6 @@ def _is_packed_format(auxiliaries: Auxiliaries) -> bool:
 
 
 def _format_name(auxiliaries: Auxiliaries) -> str:
-    """Return the name of the format of auxiliaries."""
     return next(format_name for format_name, _ in auxiliaries)
 
 
@@ -1304,12 +1256,6 @@ class _Waiting(NamedTuple):
     wider: Tensor | None
 
 
-def note_whole(name: str, record: ErrorTermRecord, hi: Tensor, claims: Claims) -> None:
-    """Note that a whole value has been loaded: state dicts without error terms leave it whole."""
-    record.is_whole = True
-    claims.add(name, record, fingerprint(local_tensor(hi), record.auxiliaries))
-
-
 def note_eager_step(optimizer: Optimizer) -> None:
     """Note that an optimizer whose step is not compiled is about to take an eager step.
 
@@ -1317,23 +1263,18 @@ def note_eager_step(optimizer: Optimizer) -> None:
     that plain torch has loaded.
     """
     files = records.of(optimizer, _Files)
-    if not files.eager_steps and _holds_ours(optimizer):
+    entries = () if files.eager_steps else optimizer.state.values()
+    if any(str(key).startswith(PREFIX) for each in entries if isinstance(each, dict) for key in each):
         adopt(optimizer)
     files.eager_steps += 1
     files.waiting = [each._replace(wider=None) for each in files.waiting]
 
 
-def _holds_ours(optimizer: Optimizer) -> bool:
-    """Return whether an optimizer's state has keys of ours."""
-    entries = (each for each in optimizer.state.values() if isinstance(each, dict))
-    return any(str(key).startswith(PREFIX) for each in entries for key in each)
-
-
-def _still_wider(optimizer: Optimizer) -> Iterator[tuple[str, Tensor, Tensor]]:
-    """Yield ``(name, tensor, wider)`` for state that was wider in a checkpoint, until a step is compiled."""
+def _still_wider(optimizer: Optimizer) -> Iterator[PickledWider]:
+    """Yield state that was wider in a checkpoint, until a step is compiled."""
     for name, reference, wider in records.of(optimizer, _Files).waiting:
         if wider is not None and (tensor := reference()) is not None:
-            yield name, tensor, wider
+            yield PickledWider(name, tensor, wider)
 
 
 def _as_loaded(tensor: Tensor, wider: Tensor) -> Tensor:
@@ -1358,7 +1299,6 @@ def _warn_of_missing(kind: type[Optimizer], names: Sequence[str]) -> None:
 
 
 def _warn_of_checkpoint(kind: type[Optimizer], holds: str) -> None:
-    """Warn of the contents of a checkpoint."""
     warn(f"the checkpoint loaded into {kind.__name__} holds {holds}")
 
 

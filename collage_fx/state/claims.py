@@ -6,6 +6,7 @@ a model and its optimizer have been loaded, in whatever order.
 
 from __future__ import annotations
 
+import logging
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Sequence
@@ -18,6 +19,12 @@ from collage_fx.state.fingerprints import fingerprint
 from collage_fx.state.host_twins import update_twin
 from collage_fx.torch_compat import Sharding, local_tensor, real_tensors, sharding_of
 
+log = logging.getLogger("collage_fx")
+
+
+def _log_wrong(names: Sequence[str]) -> None:
+    log.info("%s: loaded, so error terms start from zero", some(names))
+
 
 class Claims:
     """Claims that the first step after them checks, all at once.
@@ -28,7 +35,7 @@ class Claims:
         report_wrong: called with the names of the tensors whose claim is wrong, if there are any.
     """
 
-    def __init__(self, report_wrong: Callable[[list[str]], None]) -> None:
+    def __init__(self, report_wrong: Callable[[list[str]], None] = _log_wrong) -> None:
         self._report_wrong = report_wrong
         #: Name of a tensor, its record, and the fingerprint.
         self._claims: list[tuple[str, weakref.ref[ErrorTermRecord], Tensor]] = []

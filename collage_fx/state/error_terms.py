@@ -15,15 +15,14 @@ Note [One tensor under several objects]
 detached aliases makes new ones at every call (``AveragedModel.update_parameters`` does), and behind a graph
 break Dynamo sees the alias. So a record is found in two ways: by the object that it was made for, which keeps
 it when ``p.data`` is moved or replaced, and by the memory: same storage, offset, sizes, strides and dtype.
-The memory lives as long as the storage, which somebody may keep (``model.state_dict()``) after ``p.data`` has
-been replaced; a tensor there is then another tensor. So is a view of other sizes or strides.
+Somebody may keep the storage (``model.state_dict()``) after ``p.data`` has been replaced; a tensor there is
+then another tensor. So is a view of other sizes or strides.
 
 Note [Sharded tensors]
 ----------------------
-Each process of a mesh has a shard of a DTensor, an ordinary tensor, which compiled code updates. The error
-terms are those of the shard, with its sizes and strides. The record belongs to the DTensor, as FSDP now and
-then replaces the shard, and is found by the memory of the shard as well. Users, and checkpoints, get a
-DTensor that is sharded like hi.
+Compiled code updates each process's shard of a DTensor, an ordinary tensor. The error terms are those of the
+shard, with its sizes and strides. The record belongs to the DTensor, as FSDP now and then replaces the shard,
+and is found by the memory of the shard as well. Users, and checkpoints, get a DTensor sharded like hi.
 """
 
 from __future__ import annotations
@@ -165,7 +164,6 @@ class ErrorTermRecord:
                 mine.copy_(new)
 
     def replace_buffers(self, auxiliaries: Sequence[Tensor]) -> None:
-        """Replace the buffers by others, which compiled steps will find."""
         self.auxiliaries, self.fitted = tuple(auxiliaries), None
         _RECORDS.version = object()
 
@@ -252,7 +250,6 @@ class ErrorTermRecord:
             move_packed(tensor, device)
 
     def _give_back(self, tensor: Tensor) -> None:
-        """Release the memory of a tensor whose value the buffers hold."""
         pack(tensor, self)
         record_memory(local_tensor(tensor), self)
 
@@ -269,7 +266,6 @@ class ErrorTermRecord:
         return torch.empty_strided(codes.shape, codes.stride(), dtype=self.dtype, device="meta")
 
     def _encode(self, hi: Tensor) -> None:
-        """Encode hi into the buffers, some rows at a time."""
         rows = max(1, PART * len(hi) // hi.numel()) if self.format.by_rows else len(hi)
         with real_tensors(), torch.no_grad():
             for first in range(0, len(hi), rows):
@@ -295,7 +291,6 @@ class ErrorTermRecord:
                 yield self.format.join(hi, *auxiliaries).to(self.dtype), auxiliaries
 
     def note_unpacked(self, tensor: Tensor) -> None:
-        """Note that the tensor has memory again."""
         if self.owner() is not None:
             record_memory(local_tensor(tensor), self)
         _RECORDS.version = object()
@@ -366,7 +361,6 @@ def packed_format(tensor: Tensor) -> ErrorFormat | None:
 
 
 def _in_memory_of(tensor: Tensor) -> ErrorTermRecord | None:
-    """Return the record that is found by a tensor's memory."""
     tensor = local_tensor(tensor)
     if not has_storage(tensor):
         return None
@@ -382,7 +376,6 @@ def is_same_memory(one: Tensor, other: Tensor) -> bool:
 
 
 def _region(tensor: Tensor) -> Hashable:
-    """Return the key of a tensor's region in its storage."""
     return tensor.dtype, tensor.storage_offset(), tensor.size(), tensor.stride()
 
 
@@ -400,7 +393,6 @@ def record_memory(tensor: Tensor, record: ErrorTermRecord) -> None:
 
 
 def _forget_memory(record: ErrorTermRecord) -> None:
-    """Remove a record from the table of memory."""
     for reference, region in record.memory:
         storage = reference()
         by_region = {} if storage is None else _BY_STORAGE.get(storage, {})
@@ -413,8 +405,7 @@ def ensure_record(
     error_format: ErrorFormat,
     *,
     name: str,
-    contents: Sequence[Tensor] | None = None,
-    take_over: bool = False,
+    buffers: Sequence[Tensor] | None = None,
     is_passing: bool = False,
 ) -> ErrorTermRecord:
     """Return the tensor's record; make a record of zeros if there is none.
@@ -424,8 +415,7 @@ def ensure_record(
             Note [Sharded tensors].
         error_format: the format wanted.
         name: name of the tensor, for error messages.
-        contents: contents of its buffers; None for those it has, or zeros.
-        take_over: whether a new record may use the tensors of ``contents`` as its buffers.
+        buffers: tensors that a new record may use as its buffers; None for zeros.
         is_passing: whether a step has made the tensor for itself.
 
     Raises:
@@ -440,40 +430,33 @@ def ensure_record(
             _follow(found, piece)
             record_memory(piece, found)
             found.is_passing &= is_passing
-            if contents is not None:
-                found.replace_contents(contents)
             return found
         if tensor in _BY_OBJECT:
             warn(
                 f"{name} has changed its dtype or shape (now {tensor.dtype}, "
                 f"{tuple(tensor.shape)}); its error terms start again from zero"
             )
+        specs = error_format.auxiliaries(piece)
         with real_tensors(), torch.no_grad():
-            buffers = _buffers(error_format.auxiliaries(piece), piece.device, contents, take_over=take_over)
+            if buffers is None:
+                mine = tuple(spec.zeros(piece.device) for spec in specs)
+            else:
+                mine = _fitted(specs, buffers, piece.device)
             # Filled on the device: a number that is uploaded is waited for.
             start = torch.full((), start_of_shard(tensor), dtype=torch.int64, device=piece.device)
             start = start.to(torch.int32)  # modulo 2**32
         owner = TensorWeakRef(tensor)
-        made = ErrorTermRecord(error_format, tensor.dtype, buffers, start, owner, is_passing=is_passing)
+        made = ErrorTermRecord(error_format, tensor.dtype, mine, start, owner, is_passing=is_passing)
         _BY_OBJECT[tensor] = made
         record_memory(piece, made)
         return made
 
 
-def _buffers(
-    specs: Sequence[AuxiliarySpec],
-    device: torch.device,
-    contents: Sequence[Tensor] | None,
-    *,
-    take_over: bool,
+def _fitted(
+    specs: Sequence[AuxiliarySpec], tensors: Sequence[Tensor], device: torch.device
 ) -> tuple[Tensor, ...]:
-    """Make buffers of zeros, or with contents, which are used as buffers where they can be."""
-    if contents is None:
-        return tuple(spec.zeros(device) for spec in specs)
-    return tuple(
-        spec.fitted(each, device) if take_over else spec.zeros(device).copy_(each)
-        for spec, each in zip(specs, contents, strict=True)
-    )
+    """Return buffers of given contents: the same tensors, where they can be used."""
+    return tuple(spec.fitted(each, device) for spec, each in zip(specs, tensors, strict=True))
 
 
 def memory_of_records() -> set[int]:
@@ -507,7 +490,7 @@ def packed_tensor(
     specs, device = error_format.auxiliaries(hi), saved[0].device
     with real_tensors(), torch.no_grad():
         loaded = [spec.loaded(each) for spec, each in zip(specs, saved, strict=True)]
-        auxiliaries = _buffers(specs, device, loaded, take_over=True)
+        auxiliaries = _fitted(specs, loaded, device)
         tensor = torch.empty((), dtype=dtype, device=device).expand(shape)
         start = torch.zeros((), dtype=torch.int32, device=device)
     made = ErrorTermRecord(error_format, dtype, auxiliaries, start, TensorWeakRef(tensor))

@@ -9,7 +9,6 @@ time there is at most one such tensor, apart from those that the reader keeps.
 
 from __future__ import annotations
 
-import logging
 import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -24,8 +23,8 @@ from torch.optim import Optimizer
 from collage_fx.choices import did_you_mean
 from collage_fx.errors import CheckpointMismatchError, InvalidOptionError, UnsupportedTensorError
 from collage_fx.numerics import ERROR_FORMATS, is_low_precision
-from collage_fx.state.checkpoint import adopt, note_whole
-from collage_fx.state.claims import Claims, some
+from collage_fx.state.checkpoint import adopt
+from collage_fx.state.claims import Claims
 from collage_fx.state.error_terms import (
     ensure_record,
     full_value,
@@ -34,11 +33,10 @@ from collage_fx.state.error_terms import (
     require_format,
     write,
 )
+from collage_fx.state.fingerprints import fingerprint
 from collage_fx.state.optimizers import parameter_names
 from collage_fx.state.safetensors_file import NAMES, SafetensorsFile, write_safetensors
-from collage_fx.torch_compat import sharding_of, whole_tensor
-
-log = logging.getLogger("collage_fx")
+from collage_fx.torch_compat import local_tensor, sharding_of, whole_tensor
 
 
 def full_state_dict(
@@ -221,7 +219,7 @@ def load_full_state_dict(
         if record is not None and id(target) in stepped:
             require_format(record, kept_in, name=name)
 
-    claims = Claims(lambda names: log.info("%s: loaded, so error terms start from zero", some(names)))
+    claims = Claims()
     with torch.no_grad():
         for name in sources:
             target = held[name]
@@ -232,7 +230,8 @@ def load_full_state_dict(
             record = ensure_record(target, kept_in, name=name) if is_stepped else None
             write(target, sources[name], record)
             if record is not None:
-                note_whole(name, record, target, claims)
+                record.is_whole = True
+                claims.add(name, record, fingerprint(local_tensor(target), record.auxiliaries))
             elif (live := record_of(target)) is not None:
                 live.clear()
 

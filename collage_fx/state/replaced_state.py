@@ -6,15 +6,13 @@ Programs that make room on a device write ``state[p][key] = state[p][key].cpu()`
 before the next step. That leaves another tensor object, although compiled code and error terms belong to the
 object. So before each step the tensors are compared, by identity, with those of the last step. A new state
 tensor of the same layout gives its memory to the old object, which is put back: nothing is compiled, and
-elements whose bits are the same keep their error terms. This is not done while the program still holds the
-old object, as a backup for instance, which would change with the state: reference counts tell. Then, and for
-parameters and tensors of other sizes, the new object gets the error terms of the elements that it has in
-common with the old one. Elements with other values were written by the program, without error terms.
+elements whose bits are the same keep their error terms. Where the program still holds the old object, as a
+backup for instance (reference counts tell), and for parameters and tensors of other sizes, the new object
+gets the error terms of the elements that it has in common with the old one.
 """
 
 from __future__ import annotations
 
-import logging
 import sys
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -46,8 +44,6 @@ from collage_fx.torch_compat import (
     sharding_of,
     wrap_loading_of_modules,
 )
-
-log = logging.getLogger("collage_fx")
 
 
 class _Slot(NamedTuple):
@@ -109,31 +105,21 @@ class _Held:
 
 
 def _write_detector(slots: Sequence[_Slot], optimizer: str) -> WriteDetector:
-    """Return a detector of writes to low-precision parameters and state."""
-    named = [(slot.name, slot.value) for slot in slots if slot.name]
-    # Another optimizer's step may give a parameter its error terms.
-    parameters = [
-        (name, value)
-        for name, value in named
-        if isinstance(value, Parameter) and is_low_precision(value.dtype) and _has_memory(value)
-    ]
-    return WriteDetector(parameters, [each for each in named if _is_plain_state(each[1])], optimizer)
-
-
-def _is_plain_state(value: Tensor) -> bool:
-    """Return whether a tensor is unpacked low-precision state."""
-    is_state = not isinstance(value, Parameter) and is_low_precision(value.dtype)
-    return is_state and not is_packed(value)
-
-
-def _has_memory(tensor: Tensor) -> bool:
-    """Return whether a tensor, or its shard here, has memory: tensors made of others have none."""
-    piece = local_tensor(tensor)
-    return has_storage(piece) and not is_wrapper(piece)
+    """Return a detector of writes to low-precision parameters and state that have memory."""
+    parameters, state = [], []
+    named = ((slot.name, slot.value) for slot in slots if slot.name and is_low_precision(slot.value.dtype))
+    for name, value in named:
+        piece = local_tensor(value)
+        if not isinstance(value, Parameter):
+            if not is_packed(value):
+                state.append((name, value))
+        # Another optimizer's step may give a parameter its error terms. Wrappers are made of other tensors.
+        elif has_storage(piece) and not is_wrapper(piece):
+            parameters.append((name, value))
+    return WriteDetector(parameters, state, optimizer)
 
 
 def _slots_of(optimizer: Optimizer) -> Iterator[_Slot]:
-    """Yield the slots of an optimizer's parameters and state."""
     for group in optimizer.param_groups:
         yield _Slot("", group, "params", group["params"])
     positions = (
@@ -327,7 +313,7 @@ def _with_claims(load_state_dict: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap ``Module.load_state_dict``: error terms are kept beside the values of the last step alone."""
 
     def with_claims(self: Module, *args: Any, **kwargs: Any) -> Any:
-        claims = Claims(lambda names: log.info("%s: loaded, so error terms start from zero", some(names)))
+        claims = Claims()
         for name, tensor in chain(self.named_parameters(), self.named_buffers()):
             record = record_of(tensor)
             if record is not None and record.claim is None:
@@ -376,7 +362,6 @@ def _full_layout(tensor: Tensor) -> tuple[Any, ...]:
 
 
 def _warn_of_new_values(optimizer: Optimizer, written: Sequence[_Slot]) -> None:
-    """Warn of replaced tensors whose values are others."""
     with real_tensors():
         names = [slot.name for slot in written if local_tensor(slot.value.detach()).any()]
     if names:

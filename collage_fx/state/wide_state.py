@@ -2,13 +2,12 @@
 
 Note [Wide state]
 -----------------
-``Optimizer.load_state_dict`` casts each tensor of a parameter's state to the parameter's dtype, and spares
-the key ``step`` alone: the float32 numbers of ASGD and NAdam, counters of integers, and moments that an
-optimizer keeps in float32 beside bfloat16 parameters would have 8 bits from then on. A checkpoint does not
-say by itself whether its float32 state is of this kind, or that of a float32 run, which a bfloat16 optimizer
-keeps in bfloat16 with error terms. So a state dict of ours has a key ``collage_fx.<slot>.kept.<dtype>`` for
-each such tensor. Its value is the bytes of a number (0-d), which survive a cast by plain torch, and one zero
-for others: the float32 tensor itself stands beside it.
+``Optimizer.load_state_dict`` casts each tensor of a parameter's state, except ``step``, to the parameter's
+dtype: the float32 numbers of ASGD and NAdam, counters of integers, and float32 moments of bfloat16 parameters
+would have 8 bits from then on. A checkpoint does not say by itself whether its float32 state is of this kind,
+or that of a float32 run, which a bfloat16 optimizer keeps in bfloat16 with error terms. So a state dict of
+ours has a key ``collage_fx.<slot>.kept.<dtype>`` for each such tensor. Its value is the bytes of a number
+(0-d), which survive a cast by plain torch, and one zero for others.
 
 Wide state without such a key, of plain torch and of earlier versions, is kept as it was saved
 
@@ -21,8 +20,7 @@ Wide state without such a key, of plain torch and of earlier versions, is kept a
 All other wide state is cast, and its rest becomes error terms.
 
 Narrow state, such as bfloat16 moments of a float32 parameter, and bfloat16 state beside float16 have such a
-key, too: torch's load would turn it into state of the parameter's dtype, of another size. Without a key, as
-plain torch saves it, it keeps its dtype if the optimizer that is loaded has state of this dtype there.
+key, too. Without one it keeps its dtype if the optimizer that is loaded has state of this dtype there.
 """
 
 from __future__ import annotations
@@ -65,17 +63,10 @@ def kept_entries(parameter: Tensor, slots: Iterable[tuple[str, Tensor]]) -> Iter
             is_low_precision(parameter.dtype) and is_wide(tensor.dtype, parameter)
         )
         if is_kept and not is_spared(slot) and not is_packed(tensor):
-            number = local_tensor(tensor.detach()).reshape(-1)
-            # A copy: torch.save refuses one memory that is viewed as two dtypes.
-            is_number = not tensor.dim()
-            held = number.clone().view(torch.uint8) if is_number else number.new_zeros(1, dtype=torch.uint8)
+            held = torch.zeros(1, dtype=torch.uint8, device=tensor.device)
+            if not tensor.dim():  # a copy: torch.save refuses one memory that is viewed as two dtypes
+                held = local_tensor(tensor.detach()).reshape(-1).clone().view(torch.uint8)
             yield f"{slot}.{KEPT}.{str(tensor.dtype).removeprefix('torch.')}", held
-
-
-def dtype_named(name: str) -> torch.dtype | None:
-    """Return the dtype in a key of :func:`kept_entries`."""
-    found = getattr(torch, name, None)
-    return found if isinstance(found, torch.dtype) else None
 
 
 def is_kept_wide(
@@ -118,10 +109,6 @@ def value_kept(saved: Tensor, dtype: torch.dtype, held: Tensor | None) -> tuple[
 
 def replace_tensors(entries: dict[Any, Any], new: Mapping[int, Tensor]) -> None:
     """Replace tensors, given by ``id``, in the state of a parameter and in containers in it."""
-
-    def replaced(each: Tensor) -> Tensor:
-        return new.get(id(each), each)
-
     for key, value in entries.items():
         if any(id(each) in new for each in pytree.tree_leaves(value)):
-            entries[key] = pytree.tree_map_only(Tensor, replaced, value)
+            entries[key] = pytree.tree_map_only(Tensor, lambda each: new.get(id(each), each), value)
