@@ -7,14 +7,12 @@ of the tensor is freed: it is one NaN, with strides of 0. Compiled steps read an
 record. A program that looks at the tensor sees its value, decoded: the tensor has a class of its own, whose
 ``__torch_function__`` calls every operation of torch on the decoded tensor instead. If the operation writes
 to the decoded tensor, or exposes its memory, that becomes the tensor's memory: it is an ordinary tensor then,
-until the next compiled step packs it. So it is for a trace by Dynamo, which is to see an ordinary tensor
-(:func:`unpack`), and for recorded steps. A value that has not changed since it was decoded is not encoded
-again. Dynamo guards state of torch.optim by identity; state of other optimizers by the class too, unless told
-not to.
+as for a trace by Dynamo (:func:`unpack`) and for recorded steps, until the next compiled step packs it. A
+value that has not changed since it was decoded is not encoded again. Dynamo guards state of torch.optim by
+identity; state of other optimizers by the class too, unless told not to.
 
 Copies (``copy.deepcopy``), pickles, and tensors moved to another device are packed tensors too, with copies
-of the buffers: a state dict that is copied, saved, loaded or moved keeps the packed values, and nothing is
-decoded. Those of a DTensor's shard are decoded.
+of the buffers, and nothing is decoded, except those of a DTensor's shard.
 
 Code that bypasses Python, as extensions in C++ do, reads NaNs, and cannot write.
 """
@@ -23,7 +21,7 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any, TypeGuard, cast
 
 import torch
@@ -45,39 +43,28 @@ if TYPE_CHECKING:
     from collage_fx.state.error_terms import ErrorTermRecord
 
 
-def _descriptor(name: str) -> Any:
-    """Return the descriptor of a tensor's attribute."""
-    return getattr(Tensor, name)
-
-
+_ATTRIBUTES = (
+    *("shape", "dtype", "device", "layout", "ndim", "itemsize", "requires_grad", "grad", "grad_fn"),
+    *("is_leaf", "is_cuda", "is_sparse", "is_meta", "is_quantized"),
+)
 #: Facts that a packed tensor answers without decoding.
 _FACTS = {
-    *(
-        _descriptor(name).__get__
-        for name in (
-            *("shape", "dtype", "device", "layout", "ndim", "itemsize", "requires_grad", "grad", "grad_fn"),
-            *("is_leaf", "is_cuda", "is_sparse", "is_meta", "is_quantized"),
-        )
-    ),
+    *(getattr(Tensor, name).__get__ for name in _ATTRIBUTES),
     *(Tensor.size, Tensor.dim, Tensor.numel, Tensor.nelement, Tensor.element_size, Tensor.__len__),
     *(Tensor.is_floating_point, Tensor.is_complex, Tensor.is_neg, Tensor.is_conj, Tensor.__hash__),
 }
 #: Facts about the layout, answered as if the tensor had memory.
 _LAYOUT = {Tensor.stride, Tensor.is_contiguous, Tensor.storage_offset}
+_DATA: Any = Tensor.data
 #: Functions that make a writable alias.
-_ALIASES = {Tensor.detach, _descriptor("data").__get__, Tensor.view_as}
+_ALIASES = {Tensor.detach, _DATA.__get__, Tensor.view_as}
 #: Functions that replace a tensor's memory.
-_REPLACEMENTS = {_descriptor("data").__set__, Tensor.set_}
+_REPLACEMENTS = {_DATA.__set__, Tensor.set_}
 #: Functions that expose a tensor's memory other than as a tensor.
 _EXPOSURES = {
-    Tensor.untyped_storage,
-    Tensor.storage,
-    Tensor.data_ptr,
-    Tensor.numpy,
-    Tensor.__array__,
-    Tensor.__dlpack__,
+    *(Tensor.untyped_storage, Tensor.storage, Tensor.data_ptr),
+    *(Tensor.numpy, Tensor.__array__, Tensor.__dlpack__),
 }
-
 #: Functions whose result counts as a copy, even if it is the same memory.
 _COPIES = {Tensor.cpu}
 
@@ -99,15 +86,16 @@ class PackedTensor(Tensor):
             if func in _LAYOUT:
                 return func(_laid_out(args[0]), *args[1:], **(kwargs or {}))
             if func in _ALIASES and isinstance(args[0], PackedTensor):
-                return alias_of(args[0])
-            if func in _REMADE and _is_whole(args[0]):
+                alias = _make_packed(args[0].detach(), args[0].record)
+                _is_still_packed(alias)
+                return alias
+            if func in _REMADE and _is_still_packed(args[0]) and local_tensor(args[0]) is args[0]:
                 return _REMADE[func](*args, **(kwargs or {}))
             return _call_decoded(func, args, kwargs or {})
 
 
 @functools.cache
 def _packed_class(plain: type[Tensor]) -> type[Tensor]:
-    """Make the class of packed tensors for a plain class of tensors."""
     return PackedTensor if plain is Tensor else type(f"Packed{plain.__name__}", (PackedTensor, plain), {})
 
 
@@ -169,11 +157,12 @@ def _objects(tensor: Tensor) -> Iterable[Tensor]:
     return {id(each): each for each in (tensor, local_tensor(tensor))}.values()
 
 
-def _make_packed(tensor: Tensor, record: ErrorTermRecord) -> None:
-    """Switch a tensor object, and its local shard, to the packed class."""
+def _make_packed(tensor: Tensor, record: ErrorTermRecord) -> Tensor:
+    """Switch a tensor object, and its local shard, to the packed class; return the tensor."""
     for each in _objects(tensor):
         each.__class__ = _packed_class(type(each))
         each.record = record  # type: ignore[attr-defined]  # of the class that it has now, which mypy cannot see
+    return tensor
 
 
 def _make_plain(tensor: Tensor, memory: Tensor) -> None:
@@ -185,16 +174,6 @@ def _make_plain(tensor: Tensor, memory: Tensor) -> None:
     local_tensor(tensor).data = local_tensor(memory)
 
 
-def alias_of(tensor: Tensor) -> Tensor:
-    """Make a new Python alias of a tensor, packed if the tensor is."""
-    with without_torch_function():
-        alias = tensor.detach()
-        if isinstance(tensor, PackedTensor):
-            _make_packed(alias, tensor.record)
-            _is_still_packed(alias)
-    return alias
-
-
 def _laid_out(tensor: Tensor) -> Tensor:
     """Return a tensor with the layout of an unpacked tensor, maybe itself; a DTensor keeps its own layout."""
     if isinstance(tensor, PackedTensor) and local_tensor(tensor) is tensor:
@@ -202,13 +181,7 @@ def _laid_out(tensor: Tensor) -> Tensor:
     return tensor
 
 
-def _is_whole(tensor: Tensor) -> bool:
-    """Return whether an object is a packed tensor, still, and no DTensor."""
-    return isinstance(tensor, PackedTensor) and local_tensor(tensor) is tensor and _is_still_packed(tensor)
-
-
 def _deep_copy(tensor: PackedTensor, memo: dict[int, Any]) -> Tensor:
-    """Make another packed tensor, with copies of the buffers."""
     if id(tensor) not in memo:
         make, arguments = tensor.record.recipe()
         memo[id(tensor)] = make(*copy.deepcopy(arguments, memo))
@@ -260,7 +233,8 @@ def _call_decoded(func: Any, args: Any, kwargs: Any) -> Any:
         return replaced[each.record][1]
 
     result = func(*pytree.tree_map(plain, args), **pytree.tree_map(plain, kwargs))
-    shown = {storage_of(each) for each in _memory_of(result)}
+    tensors = (local_tensor(each) for each in pytree.tree_leaves(result) if isinstance(each, Tensor))
+    shown = {storage_of(each) for each in tensors if has_storage(each)}
     originals: dict[int, Tensor] = {}
     for tensor, made, version in replaced.values():
         memory = local_tensor(made)
@@ -281,10 +255,3 @@ def _is_still_packed(each: Any) -> TypeGuard[PackedTensor]:
         return True
     _make_plain(each, original)
     return False
-
-
-def _memory_of(result: Any) -> Iterator[Tensor]:
-    """Yield the tensors in a result that have memory."""
-    for each in pytree.tree_leaves(result):
-        if isinstance(each, Tensor) and has_storage(local_tensor(each)):
-            yield local_tensor(each)
