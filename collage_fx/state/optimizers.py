@@ -86,11 +86,9 @@ def state_tensors(state: Any, taken: Iterable[str] = ()) -> Iterator[tuple[str, 
     """Yield ``(slot, tensor)`` for one parameter's optimizer state, including containers and objects in it.
 
     State that is no dictionary, such as a tensor or a list, is in the slot ``state``. None is the state of a
-    parameter that another process steps (``ZeroRedundancyOptimizer``). Parameters that
-    are keys are numbered, as in a state dict. If two tensors would have one slot, as those of ``"a.b"``
-    and of ``{"a": {"b": ...}}``, the later one gets a number: ``a.b#2``.
-
-    Slots in ``taken`` are used for something else.
+    parameter that another process steps (``ZeroRedundancyOptimizer``). Parameters that are keys are numbered,
+    as in a state dict. If two tensors would have one slot, as those of ``"a.b"`` and of ``{"a": {"b":
+    ...}}``, or a tensor one that is ``taken``, the later one gets a number: ``a.b#2``.
     """
     used = Counter(taken)
     entries = dict(state) if isinstance(state, Mapping) else {"state": state}
@@ -123,15 +121,10 @@ def _attributes(value: Any) -> dict[str, Any]:
     is_ours = type(value).__module__.startswith("collage_fx.")  # as the step of an installed optimizer
     if is_ours or isinstance(value, (type, Optimizer, ModuleType)):
         return {}
-    slots = (name for kind in type(value).__mro__ for name in _names_of_slots(kind))
+    of_classes = (vars(kind).get("__slots__", ()) for kind in type(value).__mro__)
+    slots = (name for names in of_classes for name in ([names] if isinstance(names, str) else names))
     of_slots = {name: getattr(value, name) for name in slots if hasattr(value, name)}
     return {**of_slots, **getattr(value, "__dict__", {})}
-
-
-def _names_of_slots(kind: type) -> Sequence[str]:
-    """Return the names in a class's ``__slots__``."""
-    names = kind.__dict__.get("__slots__", ())
-    return (names,) if isinstance(names, str) else tuple(names)
 
 
 def shared_tensors(
@@ -192,13 +185,13 @@ def other_state_bytes(optimizer: Optimizer) -> int:
     Such state has no row in reports. Numbers (0-d) are not counted.
     """
     parameters = (p for _, p in parameter_names(optimizer) if is_low_precision(p.dtype))
-    states = (each for p in parameters for _, each in state_tensors(optimizer.state.get(p)) if each.dim())
-    unpacked = (each for each in states if not is_packed(each))
-    return sum(
-        bytes_of(each)
-        for each in unpacked
+    states = (each for p in parameters for _, each in state_tensors(optimizer.state.get(p)))
+    others = (
+        each
+        for each in states
         if not is_low_precision(each.dtype) or (is_wrapper(each) and sharding_of(each) is None)
     )
+    return sum(bytes_of(each) for each in others if each.dim() and not is_packed(each))
 
 
 def held_per_parameter(optimizer: Optimizer) -> float:
@@ -211,9 +204,8 @@ def held_per_parameter(optimizer: Optimizer) -> float:
     states = (each for p in parameters for _, each in state_tensors(optimizer.state.get(p)))
     held = [*parameters, *(each for each in states if each.dim())]
     packed = [each for each in held if is_packed(each)]
-    codes = bytes_held(packed)
     unpacked = sum(each.numel() * each.itemsize for each in packed)
-    return (bytes_held(held) - codes + unpacked) / max(1, sum(p.numel() for p in parameters))
+    return (bytes_held(held) - bytes_held(packed) + unpacked) / max(1, sum(p.numel() for p in parameters))
 
 
 def stop_packing(optimizer: Optimizer) -> None:
@@ -246,14 +238,10 @@ def clone_of(optimizer: Optimizer, replaced: Mapping[int, Any] | None = None) ->
             memo[id(p)] = torch.nn.Parameter(p.detach().clone(), p.requires_grad)
     for name, value in without_own_methods(vars(optimizer).items()).items():
         if name.startswith("_optimizer_") and isinstance(value, dict):
-            vars(clone)[name] = OrderedDict()
-        elif name != "step":
-            vars(clone)[name] = _copied(value, memo)
+            value = OrderedDict()
+        if name != "step":
+            try:
+                vars(clone)[name] = copy.deepcopy(value, memo)
+            except (TypeError, RuntimeError, NotImplementedError):  # locks, handles, tensors with a history
+                vars(clone)[name] = value
     return clone
-
-
-def _copied(value: Any, memo: dict[int, Any]) -> Any:
-    try:
-        return copy.deepcopy(value, memo)
-    except (TypeError, RuntimeError, NotImplementedError):  # locks, handles, tensors with a history
-        return value

@@ -24,7 +24,6 @@ class OwnMethod:
         self._before = vars(optimizer).get(name)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Call the function around the class's method."""
         optimizer = self._optimizer()
         if optimizer is None:
             raise ReferenceError(f"the optimizer of this {self._name} is gone")

@@ -5,17 +5,16 @@ Note [Written between two steps]
 Averages of local SGD, EMA weights that are swapped in, clamps and pruning write to hi and know of no error
 terms. So tensors are checked before the next step, and before their error terms are read or saved: the
 version counter of each parameter and, as a write through ``.data`` does not count, four elements of each on a
-CPU with a C++ compiler. That takes some 10 microseconds for 148 parameters. On a GPU the host would have to
-wait for the elements: there writes through ``.data`` are not detected.
+CPU with a C++ compiler, in some 10 microseconds for 148 parameters. On a GPU, where the host would have to
+wait for the elements, writes through ``.data`` are not detected.
 
 The first time, nobody can tell which elements have been written: all of the parameter's error terms become
 zero, half an ulp at most. From then on a copy of that parameter is kept, two bytes an element, and unchanged
-elements keep their error terms: a clamp in every step costs the other elements nothing.
+elements keep their error terms.
 
-Other methods of an optimizer write to state, such as the update of a Hessian: eagerly, so the values are
-rounded to the storage format. The version counters of state show that, too; the user is told the first time.
-As such methods update the state of all parameters, an eighth of the state is checked between two steps, in
-turn.
+Other methods of an optimizer, such as the update of a Hessian, write to state eagerly, in the storage format.
+The version counters of state show that, too; the user is told the first time. As such methods update the
+state of all parameters, an eighth of the state is checked between two steps, in turn.
 """
 
 from __future__ import annotations
@@ -84,9 +83,8 @@ class WriteDetector:
         return any(id(each) in tensors for each in self.tensors)
 
     def note(self) -> None:
-        """Note versions and elements after a step."""
         self._elements = self._sampled()
-        if self._elements is None and is_library_loaded() and _are_in_host_memory(self.tensors):
+        if self._elements is None and is_library_loaded() and all(map(_is_in_host_memory, self.tensors)):
             self._peek = Peek(self.tensors)
             self._strides = [each.stride() for each in self.tensors]
             self._elements = self._sampled()
@@ -127,16 +125,13 @@ class WriteDetector:
         """Return sampled elements of all parameters; None if they are elsewhere, or have other sizes now."""
         return None if self._peek is None else self._peek(self.tensors)
 
-    def _sampled_of(self, i: int) -> array[int] | None:
-        """Return sampled elements of one parameter, as :meth:`_sampled` does."""
-        one = self.tensors[i]
-        has_other_size = self._peek is None or self._peek.lengths[i] != one.numel()
-        return None if has_other_size else Peek([one])([one])
-
     def _is_as_left(self, i: int) -> bool:
         """Return whether a parameter is as the last step has left it."""
-        is_of_version = version_of(self.tensors[i]) == self._versions[i]
-        return is_of_version and self._has_same_elements(i, self._sampled_of(i))
+        one = self.tensors[i]
+        if version_of(one) != self._versions[i]:
+            return False
+        is_of_size = self._peek is not None and self._peek.lengths[i] == one.numel()
+        return self._has_same_elements(i, Peek([one])([one]) if is_of_size else None)
 
     def _has_same_elements(self, i: int, now: array[int] | None) -> bool:
         """Return whether a parameter's sampled elements are the same; True if its layout has changed."""
@@ -248,6 +243,5 @@ def _versions_of(tensors: Sequence[Tensor]) -> list[int]:
     return [_PACKED if isinstance(each, PackedTensor) else version_of(each) for each in tensors]
 
 
-def _are_in_host_memory(tensors: Sequence[Tensor]) -> bool:
-    """Return whether all tensors are ordinary, contiguous and on the CPU."""
-    return all(is_in_host_memory(each) and each.is_contiguous() and each.numel() for each in tensors)
+def _is_in_host_memory(tensor: Tensor) -> bool:
+    return is_in_host_memory(tensor) and tensor.is_contiguous() and bool(tensor.numel())
