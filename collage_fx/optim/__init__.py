@@ -64,12 +64,16 @@ def _subclass(cls: type[Optimizer]) -> type[Optimizer]:
     original = cast(Any, cls).__init__
 
     def __init__(self: Optimizer, *args: Any, collage: Any = None, **kwargs: Any) -> None:
-        _refuse_unless_options(collage)
+        is_backend = isinstance(collage, CollageBackend)
+        if not (collage is None or isinstance(collage, Mapping) or is_backend):
+            raise InvalidOptionError(
+                f"collage={collage!r} is not allowed",
+                where="collage",
+                remedy="give options of collage_fx.install by name, collage={'bytes_per_parameter': 8}, or a "
+                "CollageBackend",
+            )
         original(self, *args, **kwargs)
-        if isinstance(collage, CollageBackend):
-            install(self, backend=collage)
-        else:
-            install(self, **(collage or {}))
+        install(self, **({"backend": collage} if is_backend else collage or {}))
 
     # Tools that read configurations look here for what the class takes.
     __init__.__signature__ = _with_options(inspect.signature(original))  # type: ignore[attr-defined]
@@ -85,25 +89,13 @@ def _subclass(cls: type[Optimizer]) -> type[Optimizer]:
 
 
 def _with_options(signature: inspect.Signature) -> inspect.Signature:
-    """Return a signature with the keyword ``collage``."""
     annotation = Mapping[str, Any] | None
     option = inspect.Parameter("collage", inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation)
     parameters = [*signature.parameters.values(), option]
     return signature.replace(parameters=sorted(parameters, key=lambda each: each.kind))
 
 
-def _refuse_unless_options(collage: Any) -> None:
-    if not (collage is None or isinstance(collage, (Mapping, CollageBackend))):
-        raise InvalidOptionError(
-            f"collage={collage!r} is not allowed",
-            where="collage",
-            remedy="give options of collage_fx.install by name, collage={'bytes_per_parameter': 8}, or a "
-            "CollageBackend",
-        )
-
-
 def _named(path: str) -> Any:
-    """Return the object that a path names."""
     module, _, name = path.rpartition(".")
     try:
         return getattr(importlib.import_module(module), name)
@@ -116,7 +108,6 @@ def _named(path: str) -> Any:
 
 
 def _in_module(module: str, name: str) -> type[Optimizer]:
-    """Return the subclass of a module's class."""
     value = getattr(importlib.import_module(module), name)
     if not (isinstance(value, type) and issubclass(value, Optimizer)):
         raise AttributeError(f"{module}.{name} is not a class of optimizers")
