@@ -5,6 +5,7 @@ import threading
 import weakref
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -14,7 +15,8 @@ import collage_fx
 from collage_fx import CollageBackend, CollageError, error_terms, full_value, reset_error_terms
 from collage_fx.errors import ConflictingErrorFormatError, LostErrorTermsError
 from collage_fx.numerics.error_formats import ERROR_FORMATS
-from collage_fx.state.error_terms import ensure_record, record_of
+from collage_fx.state.error_terms import _rows_of, ensure_record, record_of
+from tests.support.substitutes import parts_of_elements
 from tests.support.training import Descent, compiled, live_error_terms, parameters, run_steps, set_gradients
 from tests.support.warned import warned
 
@@ -49,6 +51,25 @@ def test_new_error_terms_are_zero_and_made_once(dtype: torch.dtype, error_format
     assert ensure_record(hi, error_format, name="hi") is made
     lo.fill_(2.0**-20)
     assert torch.equal(full_value(hi), hi.double() + 2.0**-20)
+
+
+def test_a_tensor_that_stays_as_it_is_costs_a_step_no_new_look_at_its_buffers() -> None:
+    hi = torch.ones(6, 4).bfloat16().t()
+    record = ensure_record(hi, MCF, name="hi")
+    first = record.use("hi")
+    with mock.patch.object(type(MCF), "auxiliaries", side_effect=AssertionError("described anew")):
+        assert ensure_record(hi, MCF, name="hi") is record
+        again = record.use("hi")
+    assert all(one is other for one, other in zip(first, again, strict=True))
+
+
+def test_a_row_that_is_longer_than_a_part_is_a_part() -> None:
+    whole, count = torch.arange(12.0).view(3, 4), torch.tensor(7)
+    with parts_of_elements(2):
+        rows = list(_rows_of(whole, whole, count))
+    assert [tuple(map(tuple, (row.shape, other.shape, number.shape))) for row, other, number in rows] == [
+        ((1, 4), (1, 4), ())
+    ] * 3
 
 
 def test_tensors_are_told_apart_by_identity() -> None:
