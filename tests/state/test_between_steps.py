@@ -504,6 +504,19 @@ def test_what_is_known_of_writes_outlives_a_compilation_and_replaced_state(event
     assert torch.equal(full_value(params[0])[1], torch.ones(64, dtype=torch.float64))
 
 
+def test_other_strides_of_the_same_values_are_no_write() -> None:
+    params = parameters(shapes=[(6, 4)])
+    optimizer = torch.optim.SGD(params, lr=2.0**-10)
+    step = compiled(optimizer)
+    run_steps(step, params, [0])
+    run_steps(step, params, [1])
+    before = full_value(params[0])
+    assert not torch.equal(before, params[0].double())
+    params[0].data = params[0].data.t().contiguous().t()
+    assert warned(lambda: error_terms(params[0])) == []
+    assert torch.equal(full_value(params[0]), before)
+
+
 def test_a_clamp_in_each_step_costs_one_warning_and_no_updates() -> None:
     start = parameters(shapes=[(16, 16)])
     runs = []

@@ -823,6 +823,10 @@ def as_saved(tensor: Tensor) -> Tensor:
         ({LO: torch.zeros(4, 6).to(torch.int16)}, r"shape \(4, 6\) where .* has one of \(4, 6, 2\)"),
         ({LO: torch.zeros(4, 6, 2)}, r"torch.float32 where a torch.bfloat16 tensor has one of torch.uint8"),
         (
+            {LO: torch.zeros(4, 6, 2).long(), FINGERPRINT: None},
+            r"torch.int64 where a torch.bfloat16 tensor has one of torch.uint8",
+        ),
+        (
             {
                 LO: None,
                 COUNT: None,

@@ -15,7 +15,7 @@ import collage_fx
 from collage_fx import CollageBackend, CollageError, error_terms, full_value, reset_error_terms
 from collage_fx.errors import ConflictingErrorFormatError, LostErrorTermsError
 from collage_fx.numerics.error_formats import ERROR_FORMATS
-from collage_fx.state.error_terms import _rows_of, ensure_record, record_of
+from collage_fx.state.error_terms import _rows_of, ensure_record, note_new, record_of, records_version
 from tests.support.substitutes import parts_of_elements
 from tests.support.training import Descent, compiled, live_error_terms, parameters, run_steps, set_gradients
 from tests.support.warned import warned
@@ -61,6 +61,17 @@ def test_a_tensor_that_stays_as_it_is_costs_a_step_no_new_look_at_its_buffers() 
         assert ensure_record(hi, MCF, name="hi") is record
         again = record.use("hi")
     assert all(one is other for one, other in zip(first, again, strict=True))
+
+
+def test_what_remembers_records_looks_again_when_one_is_new() -> None:
+    hi = torch.ones(3).bfloat16()
+    ensure_record(hi, MCF, name="hi")
+    for change in (lambda: note_new(hi), lambda: reset_error_terms(hi)):
+        before = records_version()
+        assert records_version() is before
+        change()
+        gc.collect()
+        assert records_version() is not before
 
 
 def test_a_row_that_is_longer_than_a_part_is_a_part() -> None:

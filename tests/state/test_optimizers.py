@@ -4,12 +4,14 @@ from typing import Any
 
 import pytest
 import torch
+from torch.testing._internal.two_tensor import TwoTensor
 
 from collage_fx.graph.program import Role
 from collage_fx.state.optimizers import (
     has_state,
     known_tensors,
     optimizers_among,
+    other_state_bytes,
     parameter_names,
     shared_tensors,
     state_tensors,
@@ -40,6 +42,19 @@ def test_an_empty_entry_is_no_state(entry: Any, expected: bool) -> None:
     optimizer.state[params[0]] = entry
     assert has_state(optimizer, params[0]) is expected
     assert not has_state(optimizer, params[1])
+
+
+def test_state_that_no_report_has_a_row_for_is_counted() -> None:
+    """State in other dtypes and of several tensors, but for numbers and what error terms are for."""
+    optimizer = Descent(params := parameters(shapes=[(4, 6)]))
+    low = torch.zeros(4, 6).bfloat16()
+    state: dict[str, Any] = optimizer.state[params[0]]
+    state |= {"moment": low, "step": torch.tensor(3.0)}
+    assert other_state_bytes(optimizer) == 0
+    state["wide"] = torch.zeros(4, 6)
+    assert other_state_bytes(optimizer) == 4 * 24
+    state["in two"] = TwoTensor(low, low.clone())
+    assert other_state_bytes(optimizer) == 4 * 24 + 2 * 2 * 24
 
 
 def test_state_tensors_are_found_inside_containers() -> None:
