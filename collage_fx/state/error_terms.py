@@ -161,7 +161,8 @@ class ErrorTermRecord:
         self.drop_claim()
         with real_tensors(), torch.no_grad():
             for mine, new in zip(self.auxiliaries, auxiliaries, strict=True):
-                mine.copy_(new)
+                if mine is not new:  # a copy to itself would count as a write
+                    mine.copy_(new)
 
     def replace_buffers(self, auxiliaries: Sequence[Tensor]) -> None:
         self.auxiliaries, self.fitted = tuple(auxiliaries), None
