@@ -138,7 +138,6 @@ from collage_fx.state.wide_state import (
     KEPT,
     is_kept_wide,
     is_narrow,
-    is_spared,
     is_wide,
     kept_entries,
     replace_tensors,
@@ -1079,7 +1078,7 @@ def _restore_wide(optimizer: Optimizer, load: _Load, taken_over: set[Any]) -> No
         for slot, tensor in _state_slots(optimizer.state.get(parameter)):
             dtype, held = load.kept.get((key, slot), (None, None))
             saved = slots.get(slot, None if dtype is None else _renamed_from(tensor, dtype, slots.values()))
-            if saved is None or is_spared(slot) or is_packed(tensor):
+            if saved is None or is_packed(tensor):
                 continue
             if dtype is None and is_wide(saved.dtype, parameter):
                 live = load.live.get((key, slot))
