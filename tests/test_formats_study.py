@@ -91,6 +91,14 @@ def smallest(results: Results, kind: str, name: str) -> float:
     return float(row(results, kind, name)["recorded"]["whole"][0][0][0])
 
 
+def test_the_page_is_that_of_the_results() -> None:
+    """So that the next run changes figures alone."""
+    root = Path(__file__).parents[1]
+    results = json.loads((root / "benchmarks" / "results" / "formats" / "results.json").read_text())
+    shown = (root / "docs" / "formats.md").read_text()
+    assert page(results, "formats.svg") == shown, "./dev formats writes it"
+
+
 @pytest.mark.prose
 def test_every_row_is_there(results: Results, folder: Path) -> None:
     text, drawn = (folder / "formats.md").read_text(), (folder / "formats.svg").read_text()
