@@ -153,7 +153,7 @@ def compiled_for(
                 module = function.module(inputs, takes_sizes=takes_sizes, scope=scope)
                 code = compile_graph(module, examples, function.is_together)
         except BurnedIn as found:
-            found_here = {i for i, s in zip(inputs, scope.numbers, strict=True) if str(s) in found.symbols}
+            found_here = {i for i, s in zip(inputs, scope.symbols, strict=True) if s in found.symbols}
             assert found_here, "only inputs can be burned in"
             burned_in |= found_here
             continue

@@ -89,12 +89,14 @@ class SymbolicScope:
 
     Attributes:
         numbers: the inputs that are floats.
+        symbols: names of their symbols, for which a trace may put constants.
     """
 
     def __init__(self) -> None:
         self.shape_env = ShapeEnv()
         self.fake_mode = FakeTensorMode(shape_env=self.shape_env)
         self.numbers: list[Any] = []
+        self.symbols: list[str] = []
         self._inputs: list[Any] = []
         self._fakes: list[torch.Tensor] = []
         self._has_symbols = False
@@ -143,6 +145,7 @@ class SymbolicScope:
         if is_float:
             number: Any = fake.item_memo
             self.numbers.append(number)
+            self.symbols.append(str(number.node.expr))
         self._inputs.append(number if is_float else fake)
         return value
 
