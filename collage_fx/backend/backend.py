@@ -91,11 +91,12 @@ class CollageBackend(Backend):
     def scalars(self) -> dict[str, float]:
         """Return a few numbers on the last measured step of all parameters, for the log of a trainer.
 
-        ``collage/edq_ratio`` and ``collage/lost_share`` (:class:`UpdateQuality`), and
-        ``collage/bytes_per_parameter``: parameters, state and error terms. A number that is not defined, such
-        as the ratio where no update is asked for, is left out. Empty without ``metrics=True``, and before a
-        measured step. Where tensors are sharded (DTensors), all processes must call it, and get those of
-        whole tensors.
+        ``collage/edq_ratio`` and ``collage/lost_share`` (:class:`UpdateQuality`),
+        ``collage/bytes_per_parameter``: parameters, state and error terms, and ``collage/predicted_error``
+        (:meth:`CollageReport.predicted_error`). A number that is not defined, such as the ratio where no
+        update is asked for, or not known yet, is left out. Empty without ``metrics=True``, and before a
+        measured step. Where tensors are sharded (DTensors), all processes must call it, and get the numbers
+        of whole tensors; the predicted error is each process's own.
         """
         if not self.options.metrics or not self.meter.taken:
             return {}
@@ -103,9 +104,11 @@ class CollageBackend(Backend):
             last = self.meter.metrics(only_last=True).by_kind()
             quality = next((each["parameter"] for each in last.values() if "parameter" in each), None)
             found = {} if quality is None else {name: getattr(quality, name) for name in LOGGED}
-            held = CollageReport(list(self.reports), other_state=self.other_state()).bytes_per_parameter()
-            found["bytes_per_parameter"] = held["total"] or math.nan  # of float32 parameters
-            shown = {f"collage/{name}": value for name, value in found.items() if not math.isnan(value)}
+            report = CollageReport(list(self.reports), other_state=self.other_state())
+            found["bytes_per_parameter"] = report.bytes_per_parameter()["total"]
+            found["predicted_error"] = report.predicted_error()
+            is_known = {name: value for name, value in found.items() if value is not None}
+            shown = {f"collage/{name}": value for name, value in is_known.items() if not math.isnan(value)}
             self._scalars = known, shown
         return dict(self._scalars[1])
 

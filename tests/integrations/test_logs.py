@@ -89,6 +89,17 @@ def test_scalars_are_those_of_the_last_measured_step() -> None:
     assert backend.scalars()["collage/edq_ratio"] == last.edq_ratio
 
 
+def test_the_predicted_error_is_logged_as_soon_as_it_is_known() -> None:
+    params = parameters()
+    optimizer = install(torch.optim.AdamW(params, lr=1e-5), metrics=True, metrics_every=40)
+    backend = backend_of(optimizer)
+    run_steps(optimizer.step, params, range(50))
+    assert "collage/predicted_error" not in backend.scalars()
+    run_steps(optimizer.step, params, range(50, 90))
+    logged = backend.scalars()["collage/predicted_error"]
+    assert 0 < logged == backend.report().predicted_error()
+
+
 def test_a_number_that_is_not_defined_is_left_out() -> None:
     """A ratio to an update of zero; those of float32 parameters, which have no error terms."""
     params = parameters()
