@@ -28,6 +28,9 @@ elements have divisors of their own, as in Adam, one is taken for a correction, 
 steps for t. If there was none, the first steps are repaid in part. Without this, k is far too large in them:
 five times the error after three steps, twice after three hundred.
 
+A condition may switch from updates of another size, as in RAdam's sixth step, where divisors of elements take
+the place of 1. Nothing is repaid before: it would be at the wrong size.
+
 A moment is a state without error terms whose old value is multiplied by a constant. Parameters have to be
 linear in its new value, and must not read its old one. Lion (a sign) and Muon (products of matrices) are not.
 Numbers that are made of whole tensors, such as LAMB's norms, count as constants.
@@ -149,6 +152,11 @@ def _repay(editor: GraphEditor, program: StepProgram, state: StateTensor) -> boo
         inputs = (moment, state.placeholder, *state.added_inputs)
         parts = editor.inline(store, *inputs, elementwise=fmt.is_elementwise)
         (value,) = editor.inline(fmt.join, *parts, elementwise=fmt.is_elementwise)
+        for condition, is_elementwise_if in powers.switches.items():
+            _move_above(first, condition, order)
+            is_true = editor.convert(condition, float32)
+            is_on = is_true if is_elementwise_if else editor.call(aten.sub.Tensor, 1.0, is_true)
+            k = editor.call(aten.mul.Tensor, is_on, k)
         later = editor.call(aten.mul.Tensor, editor.call(aten.sub.Tensor, value, moment), k)
         repaid = editor.call(aten.sub.Tensor, moment, later)
     for reader in way.readers:
@@ -223,6 +231,8 @@ class _Powers:
         of: power of each value that is made of a correction or of the moment; None if it has none.
         linear: values that are linear in the moment; ``of`` has the powers of their slopes.
         is_scaled: whether elements of one of these are multiplied, or divided, by different numbers.
+        switches: conditions, numbers, by which a slope has one number or one for each element, and the value
+            of the condition for the latter.
     """
 
     def __init__(
@@ -231,6 +241,7 @@ class _Powers:
         self.of: dict[Node, Fraction | None] = dict.fromkeys(corrections, Fraction(1))
         self.of[moment] = Fraction(0)
         self.linear, self.is_scaled, self._others = {moment}, False, others
+        self.switches: dict[Node, bool] = {}
         self._made_of_moment = {moment}
         for node in graph.nodes:
             if node in self.of or self.of.keys().isdisjoint(node.all_input_nodes):
@@ -254,7 +265,7 @@ class _Powers:
             power = powers.pop() if len(powers) == 1 else None
         elif sign in ("*", "/"):
             is_linear = len(made) == 1 and (sign == "*" or node.args[0] in made)
-            is_linear = is_linear and not any(map(self._is_switched, operands))
+            is_linear = is_linear and all(map(self._is_linear_if_switched, operands))
             self.is_scaled |= bool(made) and any(has_elements(each) for each in operands if each not in made)
             first, second = map(self._of, node.args)
             if first is not None and second is not None:
@@ -265,10 +276,15 @@ class _Powers:
             self.linear.add(node)
         return power
 
-    def _is_switched(self, factor: Node) -> bool:
-        """Return whether a condition switches to updates of another size, as in RAdam's sixth step."""
-        found = made_of(factor, up_to=self._others) - self._made_of_moment
-        return any(node.target is aten.where.self and is_number(node.all_input_nodes[0]) for node in found)
+    def _is_linear_if_switched(self, factor: Node) -> bool:
+        """Note the conditions that switch a factor; return whether each switches to numbers for elements."""
+        for node in made_of(factor, up_to=self._others) - self._made_of_moment:
+            if node.target is aten.where.self and is_number(condition := node.all_input_nodes[0]):
+                has = [isinstance(each, Node) and has_elements(each) for each in node.args[1:]]
+                if has not in ([True, False], [False, True]):
+                    return False
+                self.switches[condition] = has[0]
+        return True
 
     def _of(self, value: Any) -> Fraction | None:
         return self.of.get(value, Fraction(0)) if isinstance(value, Node) else Fraction(0)

@@ -176,6 +176,7 @@ class Pair:
                 expansion.replace_contents(auxiliaries)
 
 
+@pytest.mark.filterwarnings("ignore:collage_fx.* written to between two steps")  # by equalise()
 @pytest.mark.parametrize(("name", "options", "arithmetic"), list(_forms()), ids=str)
 def test_there_is_a_number_where_float32_has_one(
     name: str, options: dict[str, Any], arithmetic: Arithmetic
