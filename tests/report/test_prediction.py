@@ -192,3 +192,17 @@ def test_an_optimizer_is_not_changed_by_a_trial(kind: type[Descent]) -> None:
     assert weights.equal(before)
     assert weights.grad.equal(torch.ones_like(weights))
     assert not optimizer.state
+
+
+def test_a_parameter_without_a_gradient_does_not_hide_the_size_of_the_others() -> None:
+    """SGD's updates have the size of gradients, so that without any there is no prediction."""
+    generator = torch.Generator().manual_seed(0)
+    first, second = (
+        torch.nn.Parameter(torch.randn(64, 64, generator=generator).bfloat16()) for _ in range(2)
+    )
+    optimizer = torch.optim.SGD([first, second], lr=1e-4, momentum=0.9)
+    assert explain(optimizer).predicted_error() is None
+    first.grad = torch.randn(64, 64, generator=generator).bfloat16()
+    error = explain(optimizer).predicted_error()
+    assert error is not None
+    assert 0 < error < 1
