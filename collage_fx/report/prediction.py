@@ -268,8 +268,8 @@ def _motions(optimizer: Optimizer, taken: Sequence[dict[str, Tensor]]) -> dict[s
         if len(values) == len(TAKEN) and len({each.shape for each in values}) == 1:
             first, second, third, fourth, last = values
             steps = TAKEN[-1] - TAKEN[0]
-            common = ((second - first) * (last - third)).mean().clamp(min=0)
-            drift = STEPS * math.sqrt(common) / (TAKEN[1] - TAKEN[0])
+            common = float(((second - first) * (last - third)).mean())
+            drift = STEPS * math.sqrt(max(common, 0.0)) / (TAKEN[1] - TAKEN[0])
             random = float((last - first).square().mean()) * STEPS / steps - drift**2 * steps / STEPS
             change = float((last - fourth).abs().mean())
             way = math.sqrt(drift**2 + max(0.0, random))
