@@ -67,12 +67,14 @@ def measure(variant: Variant, backend: Callable[..., CollageBackend] = CollageBa
     subject, trial = variant.row.subject, _trial(variant, backend)
     if variant.check == RESUMED:
         return measure_resumed(replace(trial, steps=RESUMED_STEPS))[0]
-    if variant.check == ON_OTHER_SHAPES:
-        return _on_other_shapes(replace(trial, of_each=True, shapes=OTHER_SHAPES))
-    measured = measure_trial(trial)
+    is_of_others = variant.check == ON_OTHER_SHAPES
+    if is_of_others:
+        measured = _on_other_shapes(replace(trial, of_each=True, shapes=OTHER_SHAPES))
+    else:
+        measured = measure_trial(trial)
     if measured.outcome == INACCURATE and subject.why_inaccurate:
         measured.reason = subject.why_inaccurate
-    if subject.steps != STEPS:
+    if subject.steps != STEPS and not is_of_others:
         measured.notes.insert(0, f"{subject.steps} steps")
     return measured
 
