@@ -432,6 +432,27 @@ def test_an_optimizer_that_has_no_hooks_is_installed() -> None:
     assert "_optimizer_step_pre_hooks" not in vars(optimizer)
 
 
+def test_a_hook_that_is_the_first_of_an_optimizer_without_hooks_stays() -> None:
+    """Registered by its step, as those of an optimizer that calls ``Optimizer.__init__`` stay."""
+    calls: list[int] = []
+
+    class Around(Optimizer):
+        def __init__(self, inner: Optimizer) -> None:
+            self.inner, self.param_groups = inner, inner.param_groups
+            self.state, self.defaults = inner.state, inner.defaults
+
+        def step(self, closure: Any = None) -> None:  # type: ignore[override]
+            if not calls:
+                self.register_step_post_hook(lambda *_: calls.append(1))
+                calls.append(0)
+            self.inner.step(closure)
+
+    optimizer = install(Around(Descent(parameters())))
+    run_steps(optimizer.step, params_of(optimizer), range(3))
+    assert calls[-2:] == [1, 1]
+    assert are_compensated(optimizer)
+
+
 def test_a_hook_may_replace_the_arguments(reference: Optimizer) -> None:
     optimizer = install(adamw())
     closure = Loss(optimizer)

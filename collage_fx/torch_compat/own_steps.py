@@ -269,9 +269,9 @@ class without_hooks:
                 del own[_INSIDE]
                 for name, kept in zip((_PRE, _POST), own.pop(_KEPT), strict=True):
                     added = own.pop(name)
-                    if kept is not None:
-                        kept.update(added)
-                        own[name] = kept
+                    if added or kept is not None:
+                        own[name] = added if kept is None else kept
+                        own[name].update(added)
 
 
 def _between_hooks(
