@@ -698,6 +698,22 @@ def sharded(placement: Any) -> list[int]:
     return counts
 
 
+def differing_copies() -> list[float]:
+    """Gather the changes of a tensor that both processes hold, with different values."""
+    rank = torch.distributed.get_rank()
+    values = torch.tensor([1.0, 2.0]) + 10 * rank
+    indices = torch.tensor([rank, 2], dtype=torch.int32)
+    patch = WeightPatch("weight", (4,), torch.float32, values, indices)
+    (found,) = WeightChanges((patch,), 4).gathered()
+    assert found.indices is not None
+    return [*found.indices.tolist(), *found.values.tolist()]
+
+
+def test_of_copies_that_differ_the_first_process_counts(two_processes: Processes) -> None:
+    for found in two_processes.run(differing_copies):
+        assert found == [0, 1, 2, 1.0, 11.0, 2.0]
+
+
 @pytest.mark.parametrize("placement", [Shard(0), Shard(1), Replicate()], ids=str)
 def test_dtensors(two_processes: Processes, placement: Any) -> None:
     for wrong_tensors, sparse, dense in two_processes.run(sharded, placement):

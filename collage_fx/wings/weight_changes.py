@@ -456,7 +456,9 @@ def _merged(patches: Sequence[WeightPatch]) -> WeightPatch:
         return whole or patches[0]
     indices, places = torch.cat([cast(Tensor, each.indices) for each in patches]).unique(return_inverse=True)
     values = patches[0].values.new_empty(len(indices))
-    values[places] = torch.cat([patch.values for patch in patches])
+    of_each = places.split([len(patch.values) for patch in patches])
+    for patch, at in zip(reversed(patches), reversed(of_each), strict=True):  # the first counts
+        values[at] = patch.values
     is_whole = indices.numel() == math.prod(patches[0].shape)
     return patches[0]._replace(values=values, indices=None if is_whole else indices)
 
