@@ -128,7 +128,7 @@ def _read(source: Path) -> Checkpoint:
 def _in_file(contents: Any, source: Path) -> Checkpoint:
     """Return the checkpoint in the object that a file holds."""
     places = dict(_dicts(contents))
-    optimizers = [place for place, each in places.items() if {"state", "param_groups"} <= each.keys()]
+    optimizers = [place for place, each in places.items() if _is_of_optimizer(each)]
     known = [place for place in places if place and place[-1] in WEIGHTS_UNDER and place not in optimizers]
     models = [place for place in known if any(isinstance(each, Tensor) for each in places[place].values())]
     for kind, found in (("an optimizer", optimizers), ("a model", models)):
@@ -148,8 +148,12 @@ def _dicts(value: Any, place: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str,
     """Yield the dictionaries in nested dictionaries, with their places; none in an optimizer's."""
     if isinstance(value, dict):
         yield place, value
-        for key, each in value.items() if not {"state", "param_groups"} <= value.keys() else ():
+        for key, each in value.items() if not _is_of_optimizer(value) else ():
             yield from _dicts(each, (*place, key))
+
+
+def _is_of_optimizer(value: Mapping[str, Any]) -> bool:
+    return {"state", "param_groups"} <= value.keys()
 
 
 def _with(value: Any, place: tuple[str, ...], new: Any) -> Any:

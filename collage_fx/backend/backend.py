@@ -103,13 +103,20 @@ class CollageBackend(Backend):
         if self._scalars[0] != (known := (self.meter.taken, len(self.reports))):
             last = self.meter.metrics(only_last=True).by_kind()
             quality = next((each["parameter"] for each in last.values() if "parameter" in each), None)
-            found = {} if quality is None else {name: getattr(quality, name) for name in LOGGED}
+            found: dict[str, float | None] = {}
+            if quality is not None:
+                found = {name: getattr(quality, name) for name in LOGGED}
             report = CollageReport(list(self.reports), other_state=self.other_state())
             found["bytes_per_parameter"] = report.bytes_per_parameter()["total"]
             found["predicted_error"] = report.predicted_error()
-            is_known = {name: value for name, value in found.items() if value is not None}
-            shown = {f"collage/{name}": value for name, value in is_known.items() if not math.isnan(value)}
-            self._scalars = known, shown
+            self._scalars = (
+                known,
+                {
+                    f"collage/{name}": value
+                    for name, value in found.items()
+                    if value is not None and not math.isnan(value)
+                },
+            )
         return dict(self._scalars[1])
 
     def plot(

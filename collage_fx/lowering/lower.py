@@ -110,7 +110,7 @@ def lower(
         made = Attempt(interpreted(copy_of(program.gm)), is_compiled=False)
     why = [*not_taken(("in parts", not_in_parts)), *made.reasons]
     why.sort(key=lambda reason: WAYS.index(reason[0]))
-    if (fault := dict(reversed(why)).get("by the usual code")) is not None:
+    if (fault := next((fault for way, fault in why if way == "by the usual code"), None)) is not None:
         slower = "slower" if made.is_compiled else "10 to 50 times slower"
         failed = FailedLoweringError(
             f"{fault.what}. Results are the same; each step is {slower}",

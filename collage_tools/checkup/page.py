@@ -16,6 +16,7 @@ from collage_fx.numerics import short_name
 from collage_tools.checkup.code_counts import (
     CODES,
     MAGNITUDES,
+    Moves,
     PileUp,
     binades,
     first_exponent,
@@ -119,12 +120,14 @@ def _fields(value: object, names: str) -> dict[str, Any]:
 
 
 def _as_json(value: Any) -> object:
-    """Return a value that JSON has for a dtype, moves or a pile-up."""
+    """Return a value that JSON has for a dtype, moves or a pile-up; raise for anything else."""
     if isinstance(value, torch.dtype):
         return short_name(value)
     if isinstance(value, PileUp):
         return {**vars(value), "factor": value.factor, "is_certain": value.is_certain}
-    return vars(value)
+    if isinstance(value, Moves):
+        return vars(value)
+    raise TypeError(f"JSON has no {type(value).__name__}")
 
 
 # The page. --------------------------------------------------------------------------------------------------

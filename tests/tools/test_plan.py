@@ -356,7 +356,7 @@ def test_no_sharding_is_proposed_where_whole_layers_are_too_large() -> None:
 
 @pytest.mark.parametrize("logits", [True, False])
 def test_a_model_of_tokens_needs_no_loss(logits: bool, tmp_path: Path) -> None:
-    """Of logits that are equal, the cross entropy is the logarithm of their number."""
+    """Cross entropy of equal logits is the logarithm of their number."""
     path = tmp_path / "tokens.py"
     end = "return x" if logits else "return x.sum() + 7"
     path.write_text(f"""

@@ -261,7 +261,7 @@ def test_a_weak_backend_is_reset_while_it_is_alive() -> None:
 
 
 def test_guards_of_a_gradient_are_omitted_only_while_its_step_is_compiled() -> None:
-    """What a program compiles later may depend on whether the gradient is None."""
+    """A function that is compiled later may depend on whether the gradient is None."""
     params = parameters(shapes=[(3,)] * 4)
     optimizer = install(torch.optim.AdamW(params))
     compilations = []
