@@ -8,6 +8,7 @@ lowered unchanged. What goes a slower way says why: :class:`~collage_fx.graph.Ro
 
 from __future__ import annotations
 
+import functools
 import logging
 import math
 import time
@@ -29,14 +30,17 @@ from collage_fx.capture import (
     RecordedPart,
     Request,
     decompositions,
+    depends_on_sizes,
     describe_input,
     describe_inputs,
     families_of,
     forget_new_state,
     give_up_rows,
     has_stand_ins,
+    have_other_sizes,
     is_of_concern,
     note_compiled_step,
+    note_dependence_on_sizes,
     note_forward,
     note_write,
     number_of_the_past,
@@ -72,6 +76,7 @@ from collage_fx.graph import (
     copy_of,
     factorizes,
     first_not_elementwise,
+    first_of_one_size,
     input_name,
     is_float32_tensor,
     is_low_precision_tensor,
@@ -316,11 +321,13 @@ class Compilation:
             remedy="step it after the backward pass: collage_fx.install(optimizer)",
         )
 
-    def _by_family(self, *, needs_grad: bool, own_numbers: bool = True) -> WholeStep | Reason:
+    def _by_family(
+        self, *, needs_grad: bool, own_numbers: bool = True, any_size: bool = True
+    ) -> WholeStep | Reason:
         """Compile the whole step from a graph of one member of each family; return a reason if impossible.
 
         Code that depends on a number of one member is not the code of others with ``own_numbers``: then
-        members of a family read the same numbers.
+        members of a family read the same numbers. So it is with sizes and ``any_size``.
         """
         if needs_grad:
             return Reason("it computes something that is to be differentiated")
@@ -328,9 +335,26 @@ class Compilation:
             return reason
         module = with_lists_apart(self.module)
         lists = thinned_lists()
-        families = families_of(module, self.arguments, self._describe, lists, own_numbers=own_numbers)
-        if isinstance(families, Reason):
-            return families
+        optimizers = [*self.optimizers.values(), *(each.optimizer for each in lists)]
+        any_size = any_size and not (self.recorded or self.options.asks_for_sizes)
+        any_size = any_size and not any(map(depends_on_sizes, optimizers))
+        families = families_of(
+            module, self.arguments, self._describe, lists, own_numbers=own_numbers, any_size=any_size
+        )
+        made = self._of_families(families) if isinstance(families, Families) else families
+        if made is None:
+            return self._by_family(needs_grad=needs_grad, own_numbers=False, any_size=any_size)
+        is_for_several = isinstance(families, Families) and any(families.repetition.shapes)
+        if isinstance(made, Reason) and (is_for_several or (any_size and have_other_sizes(lists))):
+            for optimizer in optimizers:
+                note_dependence_on_sizes(optimizer)
+            if lists:
+                raise ConvertAgain  # Dynamo has not seen rows of all sizes
+            return self._by_family(needs_grad=needs_grad, any_size=False)
+        return made
+
+    def _of_families(self, families: Families) -> WholeStep | Reason | None:
+        """Compile the step of some families; return None if code depends on a number of one member."""
         made: WholeStep | Reason = Reason("AOTAutograd made no graph of it")
 
         def inner_compile(gm: GraphModule, example_inputs: Sequence[Any], **inductor_options: Any) -> Any:
@@ -341,9 +365,7 @@ class Compilation:
         decisions = decisions_by(families.own_numbers)
         with torch.no_grad():
             self._trace(families.module, families.arguments, inner_compile, families.symbols_left_out)
-        if decisions_by(families.own_numbers) > decisions:
-            return self._by_family(needs_grad=needs_grad, own_numbers=False)
-        return made
+        return None if decisions_by(families.own_numbers) > decisions else made
 
     def _whole(self, not_by_family: Reason) -> Callable[..., Any]:
         """Compile the whole graph, as a single family, inside AOTAutograd's wrapper."""
@@ -381,7 +403,7 @@ class Compilation:
         updated = versions_to_increment()
         if updated is None:
             return Reason("AOTAutograd has more to do around the graph than to count versions")
-        if families.distributed and (node := first_not_elementwise(gm.graph)) is not None:
+        if families.distributed and (node := first_not_elementwise(gm.graph.nodes)) is not None:
             return Reason.at(node, "of a DTensor it takes more than this process's own elements")
         inputs = placeholders(gm.graph)
         known: dict[Any, int] = {origin: i for i, origin in enumerate(families.origins)}
@@ -389,6 +411,8 @@ class Compilation:
         if sorted(order) != list(range(len(known))):
             return Reason("AOTAutograd has other inputs than Dynamo")
         repetition = families.repetition.reordered(order)
+        if (node := first_of_one_size(gm.graph, repetition)) is not None:
+            return Reason.at(node, "it depends on the sizes of tensors")
         stores = copies_to_inputs(gm.graph)
         readers = Counter(index for copies in repetition.copies for index in copies)
         for node, owner, copies in zip(inputs, repetition.owners, repetition.copies, strict=True):
@@ -694,8 +718,12 @@ class Compilation:
             measured = MeteredStep(meter, self.subject, program, in_float32(program), made.step)
             made = made._replace(step=measured)
         if made_anew:
-            inputs = zip(placeholders(program.gm.graph), program.repetition.copies, strict=False)
-            layouts = {index: node.meta["val"] for node, copies in inputs for index in copies}
+            inputs = enumerate(placeholders(program.gm.graph)[: len(program.repetition.copies)])
+            layouts = {
+                index: value
+                for i, node in inputs
+                for index, value in program.repetition.copies_of(i, node.meta["val"])
+            }
             in_order = sorted(made_anew.items(), key=lambda each: each[1])
             of_results = {result: layouts[index] for result, index in in_order}
             made = made._replace(step=MakingStep(made.step, of_results))
@@ -905,7 +933,8 @@ class Compilation:
         for state in program.states:
             if state.info.role is Role.NEW:
                 continue
-            row = tensor_report(state)
+            of_shape = functools.cache(partial(tensor_report, state))
+            row = of_shape(None)
             suffixes = [name.removeprefix(state.placeholder.name) for name in row.inputs]
             owner = repetition.owners[state.position]
             symbols = [
@@ -914,10 +943,11 @@ class Compilation:
                 if of == owner
             ]
             own_numbers = [each for each in symbols if len({*each}) > 1]
-            for member, index in enumerate(repetition.copies[state.position]):
+            for member, (index, value) in enumerate(repetition.copies_of(state.position, state.value)):
                 hi = state.placeholder.name if repetition.is_whole else input_name(index)
                 inputs = tuple(hi + each for each in suffixes)
-                own = row.with_symbols({each[0]: each[member] for each in own_numbers})
+                own = of_shape(None if repetition.is_whole else value.shape)
+                own = own.with_symbols({each[0]: each[member] for each in own_numbers})
                 rows.append(replace(own, name=infos[index].name, inputs=inputs))
         rank = {entry.name: i for i, entry in enumerate(self.known.values())}
         return tuple(sorted(rows, key=lambda row: rank.get(row.name, len(rank))))
@@ -1054,6 +1084,6 @@ def _wider_bytes(gm: GraphModule, repetition: Repetition, shown: Collection[int]
         value = tensor_value(node)
         wider = value is not None and value.dtype.is_floating_point and not is_low_precision_tensor(node)
         if value is not None and wider and node in stores and position not in shown:
-            times = len(repetition.copies[position])
-            total += times * math.prod(map(current_size, value.shape)) * value.dtype.itemsize
+            shapes = (copy.shape for _, copy in repetition.copies_of(position, value))
+            total += sum(math.prod(map(current_size, shape)) for shape in shapes) * value.dtype.itemsize
     return total

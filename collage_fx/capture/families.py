@@ -15,6 +15,8 @@ of all components (:mod:`collage_fx.graph.families`).
   presence of error terms of their tensors. So every decision about one component holds for its family. Only
   names differ, and what is common to some components only, such as the learning rate of a group: each
   member then has its own (:meth:`_Search._with_own_numbers`).
+* Sizes do not count if no option asks for them, and all tensors of a component, but scalars, have one shape
+  and are contiguous. If an operation turns out not to be elementwise, families are found again by sizes.
 * No two inputs may share memory, though they may lie side by side in one storage, as the gradients of FSDP
   and DistributedDataParallel do: components can then run in any order.
 * A component of DTensors, all of one shape and sharded alike, becomes a component of this process's shards if
@@ -22,8 +24,9 @@ of all components (:mod:`collage_fx.graph.families`).
   processes have to exchange.
 
 Dynamo, whose trace takes longest, gets only two rows of each layout of the lists of parameters, gradients and
-state that the steps of torch.optim loop over (:func:`rows_to_trace`). If both turn out to be members of the
-same families, at the same indices, the rows left out are members too. Otherwise the step is traced once more.
+state that the steps of torch.optim loop over (:func:`rows_to_trace`), of two sizes if there are. If both turn
+out to be members of the same families, at the same indices, the rows left out are members too. Otherwise the
+step is traced once more.
 
 Whatever is not understood becomes a :class:`~collage_fx.graph.Reason`, which the report shows: the graph is
 then compiled whole, as a family of one.
@@ -42,7 +45,7 @@ from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import map_arg
 
 from collage_fx.capture.refusals import first_overlap
-from collage_fx.capture.thinning import ListRows, is_plain, layout_of
+from collage_fx.capture.thinning import ListRows, common_shape, is_plain, layout_of, layouts_of
 from collage_fx.graph import InputInfo, Reason, Repetition, components, device_facts
 from collage_fx.torch_compat import (
     SET_GRAD_ENABLED,
@@ -85,13 +88,14 @@ def families_of(
     thinned: Sequence[ThinnedLists] = (),
     *,
     own_numbers: bool = True,
+    any_size: bool = False,
 ) -> Families | Reason:
     """Find the families of a graph that Dynamo captured, or the reason why it has none.
 
     Of the lists ``thinned``, Dynamo has traced some rows; members are found for the others. Without
-    ``own_numbers``, members of a family read the same numbers.
+    ``own_numbers``, members of a family read the same numbers. With ``any_size``, they may differ in sizes.
     """
-    found = _Search(gm, arguments, ListRows(thinned))
+    found = _Search(gm, arguments, ListRows(thinned), any_size=any_size)
     if (reason := found.not_understood()) is not None:
         return reason
     described = describe(found.inputs, found.names, found.bound)
@@ -117,9 +121,10 @@ class _Component:
 
 
 class _Search:
-    def __init__(self, gm: GraphModule, arguments: Sequence[Any], rows: ListRows) -> None:
+    def __init__(self, gm: GraphModule, arguments: Sequence[Any], rows: ListRows, *, any_size: bool) -> None:
         self.gm = gm
         self.rows = rows
+        self.any_size = any_size
         placeholders = list(gm.graph.find_nodes(op="placeholder"))
         passed = list(zip((node.name for node in placeholders), arguments, strict=True))
         attributes = map(list, (gm.named_parameters(), gm.named_buffers()))
@@ -286,8 +291,8 @@ class _Search:
             for row in left_out:
                 for f, columns, numbers in members[t, r]:
                     own = [self.index_by_id[id(self.rows.value((t, c, row)))] for c in columns]
-                    first = families[f][0].inputs
-                    if [self._input(i) for i in own] != [self._input(i) for i in first]:
+                    first = families[f][0]
+                    if self._inputs(own, first.nodes) != self._inputs(first.inputs, first.nodes):
                         return False
                     families[f].append(_Component(inputs=own, numbers=numbers))
                     self.order.append(families[f][-1])
@@ -295,11 +300,11 @@ class _Search:
         self.order.sort(key=lambda component: rows[id(component)])
         return True
 
-    def _input(self, index: int) -> tuple[Any, ...]:
-        """Return the layout, role and symbol of an input, which are equal for corresponding inputs."""
-        value = self.inputs[index]
-        symbol, meaning = self.meanings[index]
-        return (*(layout_of(value) if isinstance(value, Tensor) else [type(value)]), meaning, symbol)
+    def _inputs(self, indices: Sequence[int], nodes: Sequence[Node]) -> tuple[Any, ...]:
+        """Return layouts, roles and symbols of inputs, which are equal for corresponding inputs."""
+        values = [self.inputs[index] for index in indices]
+        layouts = layouts_of(values, any_size=self.any_size and _may_be_elementwise(nodes))
+        return tuple((each, *self.meanings[i]) for i, each in zip(indices, layouts, strict=True))
 
     def _components(self) -> list[_Component]:
         operations = []
@@ -355,7 +360,10 @@ class _Search:
 
         nodes = component.nodes
         operations = tuple((node.target, _described((node.args, node.kwargs), named)) for node in nodes)
-        layouts = (*map(self._input, component.inputs), *(self._input(i)[:-1] for i in numbers))
+        of_numbers = (self.inputs[i] for i in numbers)
+        kinds = [layout_of(each) if isinstance(each, Tensor) else (type(each),) for each in of_numbers]
+        meanings = [self.meanings[i][1] for i in numbers]
+        layouts = (self._inputs(component.inputs, nodes), tuple(zip(kinds, meanings, strict=True)))
         component.numbers = list(numbers)
         return operations, layouts, tuple(local[node] for node in component.results)
 
@@ -406,6 +414,7 @@ class _Search:
             owners=tuple(owners.values()),
             members=tuple(family_of[id(component)] for component in self.order),
             outputs=tuple(outputs[node] for node in self._returned()),
+            shapes=tuple(map(self._shapes, families)),
         )
         kept = {node for component in first for node in component.nodes}
         for node in reversed(self.gm.graph.nodes):
@@ -435,6 +444,12 @@ class _Search:
             [value for node, value in symbolic.items() if not own.isdisjoint(self._number(node)[1])],
             symbols_of(symbolic.values()) - left_in if own else frozenset(),
         )
+
+    def _shapes(self, family: list[_Component]) -> tuple[torch.Size, ...]:
+        """Return the shape of each member of a family if they differ; else nothing."""
+        of = [common_shape([self.inputs[index] for index in component.inputs]) for component in family]
+        shapes = tuple(shape for shape in of if shape is not None)
+        return shapes if self.any_size and len({*shapes}) > 1 else ()
 
     def _members(self) -> tuple[tuple[int, int], ...]:
         """Return for each component, in order, the indices of its gradient and of its parameter.
@@ -469,6 +484,14 @@ class _Search:
         }
         # Without meta, which describes the inputs of the whole graph.
         return GraphModule(tensors, graph)
+
+
+def _may_be_elementwise(nodes: Sequence[Node]) -> bool:
+    """Return whether all values of a component, but scalars, have one shape, and none is returned."""
+    values = [node.meta.get("example_value") for node in nodes]
+    shapes = {value.shape for value in values if isinstance(value, Tensor) and value.dim()}
+    is_returned = any(user.op == "output" for node in nodes for user in node.users)
+    return len(shapes) == 1 and not is_returned
 
 
 def _is_tensor(node: Node) -> bool:

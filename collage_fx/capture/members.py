@@ -45,6 +45,7 @@ class _Members:
     known: dict[int, torch.dtype] = field(default_factory=dict)
     changes: int = 0  # number of compilations whose set of gradients differed from the one before
     is_understood: bool = True  # whether the step consists of rows, as far as has been tried
+    depends_on_sizes: bool = False  # whether code for a row does not hold for rows of other sizes
     standing_in: list[Tensor] = field(default_factory=list)  # parameters that have a placeholder gradient now
 
 
@@ -109,6 +110,16 @@ def remove_stand_ins(optimizers: Iterable[Optimizer]) -> None:
 def give_up_rows(optimizer: Optimizer) -> None:
     """Note that the optimizer's step does not consist of rows: each pattern of gradients is compiled."""
     records.of(optimizer, _Members).is_understood = False
+
+
+def note_dependence_on_sizes(optimizer: Optimizer) -> None:
+    """Note that code for a row of the optimizer's step does not hold for rows of other sizes."""
+    records.of(optimizer, _Members).depends_on_sizes = True
+
+
+def depends_on_sizes(optimizer: Optimizer) -> bool:
+    """Return whether code for a row of the optimizer's step is known not to hold for other sizes."""
+    return records.of(optimizer, _Members).depends_on_sizes
 
 
 def _begin_momentum(optimizer: Optimizer) -> None:

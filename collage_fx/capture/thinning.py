@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -22,12 +22,12 @@ def is_of_concern(parameter: Tensor, packs: bool) -> bool:
 
 
 def rows_to_trace(
-    optimizer: Optimizer, rows: tuple[tuple[Any, ...], ...], *, come_and_go: bool, packs: bool
+    optimizer: Optimizer, rows: tuple[tuple[Any, ...], ...], *, come_and_go: bool, packs: bool, any_size: bool
 ) -> ThinnedLists | None:
     """Choose two rows of each layout, among the lists that a step loops over.
 
     If ``come_and_go``, a row may lack a gradient in some steps; if ``packs``, state of float32 parameters may
-    be packed.
+    be packed; if ``any_size``, layouts leave out the sizes where they can, and the two rows differ in them.
 
     Returns:
         the rows; None if they are all rows and gradients do not come and go, if nothing is compensated, if
@@ -38,13 +38,23 @@ def rows_to_trace(
         return None
     if not any(is_of_concern(value, packs) for value in values):
         return None
-    alike: dict[Hashable, list[int]] = defaultdict(list)
-    for i, row in enumerate(rows):
-        alike[tuple(map(layout_of, row))].append(i)
-    kept = sorted(i for same in alike.values() for i in same[:2])
+    first: dict[Hashable, int] = {}
+    second: dict[int, int] = {}
+    like = [first.setdefault(layouts_of(row, any_size=any_size), i) for i, row in enumerate(rows)]
+    for i, of in enumerate(like):
+        is_better = of not in second or rows[second[of]][0].shape == rows[of][0].shape != rows[i][0].shape
+        if i != of and is_better:
+            second[of] = i
+    kept = sorted({*like, *second.values()})
     if not come_and_go and len(kept) == len(rows):
         return None
-    return ThinnedLists(optimizer, rows, kept, come_and_go)
+    return ThinnedLists(optimizer, rows, kept, like, come_and_go)
+
+
+def have_other_sizes(thinned: Iterable[ThinnedLists]) -> bool:
+    """Return whether a row stands for rows of other sizes."""
+    first = ((row, lists.rows[lists.like[r]]) for lists in thinned for r, row in enumerate(lists.rows))
+    return any(row[0].shape != of[0].shape for row, of in first)
 
 
 #: Position of a tensor in the lists that a step loops over: (set of lists, list in the set, row).
@@ -63,10 +73,8 @@ class ListRows:
         #: (set, first row of a layout) -> the second row of the layout.
         self.second: dict[tuple[int, int], int] = {}
         for t, lists in enumerate(thinned):
-            first: dict[Hashable, int] = {}
-            for r, row in enumerate(lists.rows):
+            for r, (row, of) in enumerate(zip(lists.rows, lists.like, strict=True)):
                 self.cells |= {id(value): (t, c, r) for c, value in enumerate(row) if value is not None}
-                of = first.setdefault(tuple(map(layout_of, row)), r)
                 if r not in lists.kept:
                     self.stands_for.setdefault((t, of), []).append(r)
                 elif of != r:
@@ -116,14 +124,40 @@ def is_plain(value: Tensor) -> bool:
     )
 
 
-def layout_of(value: Tensor | None) -> tuple[Any, ...]:
-    """Return the metadata that Dynamo may guard on: dtype, shape, strides, flags; empty for None."""
+def layouts_of(values: Sequence[Tensor | None], *, any_size: bool) -> tuple[Hashable, ...]:
+    """Return the layouts of tensors that are updated together.
+
+    With ``any_size`` their sizes are left out if code for them may hold for other sizes.
+    """
+    shape = common_shape(values) if any_size else None
+    return tuple(layout_of(value, shape) for value in values)
+
+
+def common_shape(values: Iterable[Tensor | None]) -> torch.Size | None:
+    """Return the shape of all tensors but scalars if code for it may hold for other sizes; else None.
+
+    They are contiguous, and no size is 0 or 1, nor their product beyond int32, for which code may differ.
+    """
+    tensors = [value for value in values if value is not None and value.dim()]
+    shapes = {value.shape for value in tensors}
+    if len(shapes) != 1 or not all(each.is_contiguous() and sharding_of(each) is None for each in tensors):
+        return None
+    (shape,) = shapes
+    return shape if min(shape) > 1 and shape.numel() < 2**31 else None
+
+
+def layout_of(value: Tensor | None, left_out: torch.Size | None = None) -> tuple[Any, ...]:
+    """Return the metadata that Dynamo may guard on: dtype, shape, strides, flags; empty for None.
+
+    Of a shape that is to be left out only the number of dimensions counts.
+    """
     if value is None:
         return ()
     pieces = sharding_of(value)
+    sizes = (value.dim(),) if value.shape == left_out else (tuple(value.shape), value.stride())
     return (
         *((pieces, *layout_of(local_tensor(value))) if pieces is not None else ()),
-        *(type(value), value.dtype, tuple(value.shape), value.stride()),
+        *(type(value), value.dtype, *sizes),
         *(value.requires_grad, value.is_leaf, value.is_inference(), value.is_conj(), value.is_neg()),
         *(has_error_terms(value), packed_format(value)),
     )

@@ -60,6 +60,7 @@ from collage_fx.capture.compiled import CompiledCode, compiling_for
 from collage_fx.capture.members import (
     add_stand_ins,
     all_come_and_go,
+    depends_on_sizes,
     give_up_rows,
     has_stand_ins,
     members_come_and_go,
@@ -297,7 +298,10 @@ def _rows_to_trace(optimizer: Optimizer, rows: tuple[tuple[Any, ...], ...]) -> T
     traced = None
     if request is not None and (options := request.backend.options).not_by_family() is None:
         come_and_go = has_stand_ins(optimizer) or members_come_and_go(optimizer)
-        traced = rows_to_trace(optimizer, rows, come_and_go=come_and_go, packs=options.packs)
+        any_size = not (options.asks_for_sizes or depends_on_sizes(optimizer))
+        traced = rows_to_trace(
+            optimizer, rows, come_and_go=come_and_go, packs=options.packs, any_size=any_size
+        )
     if traced is None and has_stand_ins(optimizer):
         give_up_rows(optimizer)
         forget_new_state(optimizer)

@@ -11,6 +11,7 @@ from collage_fx.graph.editor import read_before_overwriting as read_before_overw
 from collage_fx.graph.editor import read_whole as read_whole
 from collage_fx.graph.families import ONCE as ONCE
 from collage_fx.graph.families import Repetition as Repetition
+from collage_fx.graph.families import first_of_one_size as first_of_one_size
 from collage_fx.graph.families import input_name as input_name
 from collage_fx.graph.families import repeated_graph as repeated_graph
 from collage_fx.graph.feedback import copies_read_by as copies_read_by

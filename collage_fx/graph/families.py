@@ -5,12 +5,22 @@ from __future__ import annotations
 import itertools
 import re
 from collections import Counter, defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
+import torch
+from torch import Tensor
 from torch.fx import Graph, GraphModule, Node, map_arg
 
-from collage_fx.graph.nodes import copies_to_inputs, is_copy_to_input, placeholders, tensor_value
+from collage_fx.graph.nodes import (
+    copies_to_inputs,
+    has_elements,
+    is_copy_to_input,
+    placeholders,
+    tensor_value,
+)
+from collage_fx.graph.operator_facts import first_not_elementwise, size_argument
 from collage_fx.torch_compat import fake_like, pytree, storage_of
 
 #: ``(family, member)`` of operations common to all families.
@@ -28,6 +38,8 @@ class Repetition:
         owners: for each input of the small graph, its family; None if it is common.
         members: ``(family, member)`` in the order of the whole graph.
         outputs: for each result of the whole graph, ``(index of the small graph's result, member)``.
+        shapes: for each family the shape of each member, if these differ; else nothing. The tensors of a
+            member, but scalars, have its shape, are contiguous, and are computed element by element.
     """
 
     inputs: int
@@ -35,6 +47,7 @@ class Repetition:
     owners: tuple[int | None, ...]
     members: tuple[tuple[int, int], ...]
     outputs: tuple[tuple[int, int], ...]
+    shapes: tuple[tuple[torch.Size, ...], ...] = ()
 
     @classmethod
     def whole(cls, inputs: int) -> Repetition:
@@ -50,6 +63,23 @@ class Repetition:
     def input_of(self, position: int, member: int) -> int:
         """Return the whole graph's index of a member's copy of an input of the small graph."""
         return self.copies[position][0 if self.owners[position] is None else member]
+
+    def of_member(self, value: Any, family: int | None, member: int) -> Any:
+        """Return the value of a member for that of its family's first member, in the small graph."""
+        shape = self.shape_of(family, member)
+        if shape is None or not isinstance(value, Tensor) or not value.dim():
+            return value
+        return fake_like(value, shape)
+
+    def copies_of(self, position: int, value: Any) -> Iterator[tuple[int, Any]]:
+        """Yield index and value of each copy of an input of the small graph that has a value."""
+        for member, index in enumerate(self.copies[position]):
+            yield index, self.of_member(value, self.owners[position], member)
+
+    def shape_of(self, family: int | None, member: int) -> torch.Size | None:
+        """Return the shape of a member; None if all members of its family have the layouts of the first."""
+        shapes = self.shapes[family] if self.shapes and family is not None else ()
+        return shapes[member] if shapes else None
 
     def inputs_of(self, family: int, member: int) -> list[int]:
         """Return the whole graph's indices of the inputs that belong to one member."""
@@ -89,8 +119,8 @@ def input_name(index: int) -> str:
 def repeated_graph(gm: GraphModule, repetition: Repetition) -> GraphModule:
     """Build the whole functional graph from the graph of one member of each family.
 
-    A node's ``meta["val"]`` is that of its original in the small graph, but for results that have memory of
-    their own: within a family, layouts and dtypes are equal. If the small graph is the whole graph, it is
+    A node's ``meta["val"]`` is that of its original in the small graph, but for members of other shapes, and
+    for results that have memory of their own. If the small graph is the whole graph, it is
     returned unchanged.
     """
     if repetition.is_whole:
@@ -107,7 +137,8 @@ def repeated_graph(gm: GraphModule, repetition: Repetition) -> GraphModule:
     for index, i, member in ordered:
         if index not in inputs:
             inputs[index] = graph.placeholder(input_name(index))
-            inputs[index].meta["val"] = small[i].meta["val"]
+            value = repetition.of_member(small[i].meta["val"], repetition.owners[i], member)
+            inputs[index].meta["val"] = value
         whole[small[i], member] = inputs[index]
     families = _families_of_nodes(gm.graph, dict(zip(small, repetition.owners, strict=True)))
 
@@ -117,8 +148,13 @@ def repeated_graph(gm: GraphModule, repetition: Repetition) -> GraphModule:
     def copy(node: Node, member: int) -> None:
         args, kwargs = map_arg((node.args, node.kwargs), lambda operand: of(operand, member))
         name = re.sub(r"_\d+$", "", node.name)
+        shape = repetition.shape_of(families[node], member) if has_elements(node) else None
+        if shape is not None and (at := size_argument(node.target)) is not None:
+            args = (*args[:at], [*shape], *args[at + 1 :])
         copied = graph.create_node(node.op, node.target, args, kwargs, name, node.type)
         copied.meta.update(node.meta)
+        if "val" in node.meta:
+            copied.meta["val"] = repetition.of_member(node.meta["val"], families[node], member)
         whole[node, member] = copied
 
     operations: dict[int | None, list[Node]] = defaultdict(list)
@@ -138,10 +174,19 @@ def repeated_graph(gm: GraphModule, repetition: Repetition) -> GraphModule:
     for k, member in repetition.outputs:
         value = tensor_value(results[k])
         if value is not None and held[storage_of(value)] == 1:
-            whole[results[k], member].meta["val"] = fake_like(value)
+            made = whole[results[k], member]
+            made.meta["val"] = fake_like(made.meta["val"])
     outputs = ((results[k], member) for k, member in repetition.outputs)
     graph.output(tuple(None if node is None else of(node, member) for node, member in outputs))
     return GraphModule(gm, graph)
+
+
+def first_of_one_size(graph: Graph, repetition: Repetition) -> Node | None:
+    """Return the first operation that is not elementwise, in families whose members differ in shape."""
+    if not any(repetition.shapes):
+        return None
+    families = _families_of_nodes(graph, dict(zip(placeholders(graph), repetition.owners, strict=True)))
+    return first_not_elementwise(node for node in graph.nodes if repetition.shape_of(families[node], 0))
 
 
 def _families_of_nodes(graph: Graph, inputs: dict[Node, int | None]) -> dict[Node, int | None]:

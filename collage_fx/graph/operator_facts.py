@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import functools
 import operator
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, cast
@@ -21,7 +21,7 @@ from typing import Any, cast
 import sympy
 import torch
 from torch import Tensor
-from torch.fx import Graph, Node
+from torch.fx import Node
 
 from collage_fx.graph.nodes import has_elements, is_copy_to_input, is_number, tensor_value, unconverted
 from collage_fx.numerics import FloatFormat
@@ -232,12 +232,12 @@ def is_elementwise(node: Node) -> bool:
     return is_same or facts.fills is not None or is_pointwise(node.target)
 
 
-def first_not_elementwise(graph: Graph) -> Node | None:
-    """Return the first operation of a functional graph that cannot be run on pieces of its tensors.
+def first_not_elementwise(nodes: Iterable[Node]) -> Node | None:
+    """Return the first operation of a functional graph's nodes that cannot be run on pieces of its tensors.
 
     It combines elements at different indices, or tensors of different shapes.
     """
-    for node in graph.nodes:
+    for node in nodes:
         if node.op != "call_function" or is_copy_to_input(node):
             continue
         values = [each.meta["val"] for each in (node, *node.all_input_nodes) if has_elements(each)]

@@ -24,6 +24,7 @@ from collage_fx.graph import (
     copies_to_inputs,
     copy_of,
     device_facts,
+    first_of_one_size,
     is_matrix_product,
     not_taken,
     placeholders,
@@ -135,6 +136,8 @@ def lower(
 def step_in_parts(program: StepProgram) -> StepInParts | Reason:
     """Compile a program's graph part by part, for all members of its families, or return why not."""
     with inductor_config.patch(_settings(program)):
+        if (node := first_of_one_size(program.gm.graph, program.extended)) is not None:
+            return Reason.at(node, "it depends on the sizes of tensors")
         gm = _unless_it_fails(program, "in-order-of-memory", in_order_of_memory, program.gm)
         plan = lower_in_parts(gm, always=not program.repetition.is_whole)
         if isinstance(plan, Plan):
@@ -180,18 +183,22 @@ def _expected(program: StepProgram, *, all_layouts: bool) -> tuple[list[Expected
     """
     nodes, stores = placeholders(program.gm.graph), copies_to_inputs(program.gm.graph)
     packed = {each.position for each in program.expansions if each.packed}  # their own memory is not touched
-    copies = enumerate(program.extended.copies)
-    indices = {index: i for i, of_input in copies if i not in packed for index in of_input}
+    copies_of = program.extended.copies_of
+    values = {
+        index: (node, value)
+        for i, node in enumerate(nodes)
+        if i not in packed
+        for index, value in copies_of(i, node.meta["val"])
+    }
     given: list[Expected] = []
     added: list[Expected] = []
-    for index, i in sorted(indices.items()):
-        value = nodes[i].meta["val"]
+    for index, (node, value) in sorted(values.items(), key=lambda each: each[0]):
         info = program.infos[index] if index < len(program.infos) else ERROR_TERM
         piece = None if info.tensor is None else local_tensor(info.tensor)
         like = value if all_layouts else piece
         if isinstance(value, Tensor) and like is not None:
             layout = tuple(like.shape), like.stride()
-            is_only_read = info.role is Role.GRADIENT and not info.bound and nodes[i] not in stores
+            is_only_read = info.role is Role.GRADIENT and not info.bound and node not in stores
             (given if index < len(program.infos) else added).append(
                 Expected(index, info.name, value.dtype, value.device, *layout, not all_layouts, is_only_read)
             )

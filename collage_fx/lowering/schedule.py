@@ -166,6 +166,9 @@ def repeated(plan: Plan, repetition: Repetition) -> Plan | Reason:
         return Reason("it returns something else than new tensors")
     families, owners = calls
     results: dict[tuple[int, int], int] = {}
+    lengths = sorted({shape.numel() for shapes in repetition.shapes for shape in shapes})
+    constants = [*plan.constants, *lengths]
+    index_of_length = {length: i for i, length in enumerate(lengths, repetition.inputs + len(plan.constants))}
 
     def index_of(index: int, member: int) -> int:
         if index < first_constant:
@@ -173,15 +176,20 @@ def repeated(plan: Plan, repetition: Repetition) -> Plan | Reason:
         if index < first_result:
             return repetition.inputs + index - first_constant
         key = (index, 0 if owners[index] is None else member)
-        return results.setdefault(key, repetition.inputs + len(plan.constants) + len(results))
+        return results.setdefault(key, repetition.inputs + len(constants) + len(results))
 
     planned: list[Call] = []
     for i, (family, member) in enumerate((ONCE, *repetition.members), NO_MEMBER):
+        shape = repetition.shape_of(family, member)
         for call in families[family]:
             values = tuple(index_of(index, member) for index in call.values)
             writes = tuple(index_of(index, member) for index in call.writes)
-            planned.append(replace(call, values=values, writes=writes, member=i))
-    memory = [plan.results[index - first_result] for index, _ in results]
+            made = replace(call, values=values, writes=writes, member=i)
+            if shape is not None and call.length:  # the first value is the length
+                length = shape.numel()
+                made = replace(made, values=(index_of_length[length], *values[1:]), length=length)
+            planned.append(made)
+    memory = [_memory(plan.result(i), repetition.shape_of(owners[i], member)) for i, member in results]
     returned = [
         None if (index := plan.outputs[k]) is None else index_of(index, member)
         for k, member in repetition.outputs
@@ -191,7 +199,15 @@ def repeated(plan: Plan, repetition: Repetition) -> Plan | Reason:
         for index, result in zip(results.values(), memory, strict=True)
         if result[0] and index not in returned
     }
-    return Plan(repetition.inputs, plan.constants, memory, [], in_rounds(planned, crossing), returned)
+    return Plan(repetition.inputs, constants, memory, [], in_rounds(planned, crossing), returned)
+
+
+def _memory(result: tuple[Any, ...], shape: torch.Size | None) -> tuple[Any, ...]:
+    """Return the description of a result for a member of some shape; None is the first member's."""
+    size, _, *others = result
+    if shape is None or not size:
+        return result
+    return tuple(shape), torch.empty(shape, device="meta").stride(), *others
 
 
 def _calls_by_family(

@@ -76,6 +76,12 @@ class Options(OptionFields):
         """Whether state may be packed, also that of float32 parameters."""
         return self.strategy != "none" and (self.state is not None or self.bytes_per_parameter is not None)
 
+    @property
+    def asks_for_sizes(self) -> bool:
+        """Whether the treatment of a tensor may depend on its sizes."""
+        is_elementwise = ERROR_FORMATS[self.error_format].is_elementwise
+        return self.packs or bool(self.metrics or self.own_passes) or not is_elementwise
+
     def not_by_family(self) -> Reason | None:
         """Return why equal updates cannot be compiled once for all with these options; None if they can."""
         if self.strategy == "none":

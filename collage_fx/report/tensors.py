@@ -90,10 +90,13 @@ class TensorReport:
         return f"plain {short_name(self.dtype)}: {self.reason}; here: {treated} ({self.selection})"
 
 
-def tensor_report(state: StateTensor) -> TensorReport:
-    """Make the row of one state tensor, without references to graphs and tensors."""
+def tensor_report(state: StateTensor, shape: Sequence[int] | None = None) -> TensorReport:
+    """Make the row of one state tensor, without references to graphs and tensors.
+
+    ``shape`` is that of another member of its family.
+    """
     value = state.value
-    shape = tuple(map(current_size, value.shape))
+    shape = tuple(map(current_size, shape or value.shape))
     like = torch.empty(shape, dtype=value.dtype, device="meta")  # sizes of value may be symbols
     fmt = state.chosen_format
     return TensorReport(

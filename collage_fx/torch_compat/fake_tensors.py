@@ -34,11 +34,14 @@ RELIED_ON = (
 real_tensors: Callable[[], contextlib.AbstractContextManager[Any]] = unset_fake_temporarily
 
 
-def fake_like(value: torch.Tensor) -> torch.Tensor:
-    """Make a fake tensor like another, faster than by running an operation."""
+def fake_like(value: torch.Tensor, shape: Sequence[int] | None = None) -> torch.Tensor:
+    """Make a fake tensor like another, or a contiguous one of another shape, faster than by an operation."""
     assert isinstance(value, FakeTensor)
     with unset_fake_temporarily():
-        meta = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="meta")
+        if shape is not None:
+            meta = torch.empty(shape, dtype=value.dtype, device="meta")
+        else:
+            meta = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="meta")
     return FakeTensor(value.fake_mode, meta, value.device)
 
 

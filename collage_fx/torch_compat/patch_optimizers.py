@@ -273,6 +273,7 @@ class ThinnedLists:
         optimizer: the optimizer whose step loops over the lists.
         rows: for each parameter its entries in the nonempty lists: the parameter, its gradient, its state.
         kept: indices of the rows that are traced.
+        like: for each row the first row, traced, that is updated alike.
         come_and_go: whether the step looks for the rows' gradients itself, so that parameters without a
             gradient need no new compilation.
     """
@@ -280,6 +281,7 @@ class ThinnedLists:
     optimizer: torch.optim.Optimizer
     rows: tuple[tuple[Any, ...], ...]
     kept: Sequence[int]
+    like: Sequence[int]
     come_and_go: bool
 
 

@@ -7,6 +7,7 @@ import operator
 import re
 import warnings
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 from unittest import mock
 
@@ -414,15 +415,109 @@ def test_rows_left_out_are_stepped(
             assert len({tuple(_operations(gm, numbers=True)) for gm in graphs}) == 1
 
 
+#: Matrices of four shapes, vectors of three, and others for which code may differ.
+SIZES = [(4, 6), (9,), (4, 6), (3, 7), (2,), (16, 5), (40, 2), (7,), (1, 6), (5, 1), (2, 3, 4), (0, 4), ()]
+
+
+class Scaled(Descent):
+    """Step whose numbers depend on the number of elements, but for small tensors."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for p in self.param_groups[0]["params"]:
+            p.sub_(p.grad * (1 / p.numel() if p.numel() > 8 else 0.125))
+
+
+class Clipped(Descent):
+    """Step that divides each gradient by its norm."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for p in self.param_groups[0]["params"]:
+            p.sub_(p.grad / (p.grad.norm() + 1))
+
+
+class Centered(Descent):
+    """Step that subtracts from each gradient the means of its rows."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for p in self.param_groups[0]["params"]:
+            p.sub_(p.grad - p.grad.mean(-1, keepdim=True) if p.dim() else p.grad)
+
+
+class Filled(Descent):
+    """Step that makes a tensor of each parameter's shape."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for p in self.param_groups[0]["params"]:
+            p.sub_(torch.where(p.grad > 0, p.grad, torch.zeros_like(p)) / 8)
+
+
+def run_sizes(backend: CollageBackend, make: Callable[[Parameters], Optimizer]) -> Optimizer:
+    torch._dynamo.reset()
+    params = parameters(shapes=SIZES)
+    params.append(torch.nn.Parameter(params[-1].new_full((9, 6), 0.5).t()))
+    optimizer = make(params)
+    run_steps(torch.compile(optimizer.step, backend=backend), params, range(3))
+    return optimizer
+
+
+@pytest.mark.parametrize(
+    ("make", "options", "inputs"),
+    [
+        (torch.optim.AdamW, {}, 8 * 5),
+        (torch.optim.AdamW, {"bytes_per_parameter": 8}, 13 * 5),
+        (torch.optim.AdamW, {"metrics": True}, 13 * 5),
+        (Descent, {}, 8 * 2),
+        (Filled, {}, 8 * 2),
+        (Scaled, {}, 11 * 2),  # matrices of 80 elements have one number, and vectors of up to eight
+        (Clipped, {}, 13 * 2),
+        (Centered, {}, 13 * 2),
+    ],
+)
+def test_updates_of_one_kind_are_compiled_once_for_all_sizes(
+    make: Any, options: dict[str, Any], inputs: int
+) -> None:
+    """If they are elementwise, and nothing depends on the sizes; as if each were compiled for itself."""
+    backends = (CollageBackend(**options), CollageBackend(passes=WHOLE, **options))
+    optimizers = [run_sizes(backend, make) for backend in backends]
+    assert differences(*map(everything, optimizers)) == []
+    reports = [backend.report() for backend in backends]
+    assert inputs_rewritten(reports[0]) == inputs
+    for one, other in zip(*(report.graphs for report in reports), strict=True):
+        rows = ([replace(row, inputs=()) for row in graph.tensors] for graph in (one, other))  # in any order
+        assert next(rows) == next(rows)
+        assert one.wider_bytes == other.wider_bytes
+        for graphs in ((one.before, other.before), (one.after, other.after)):
+            assert len({tuple(_operations(gm, numbers=True)) for gm in graphs}) == 1
+            first, second = (
+                sorted(str(node.meta["val"]) for node in gm.graph.nodes if "val" in node.meta)
+                for gm in graphs
+            )
+            assert first == second
+
+
+def test_of_rows_of_several_sizes_two_sizes_are_traced() -> None:
+    rows = tuple((p, torch.zeros_like(p)) for p in parameters(shapes=[(3, 2), (3, 2), (9,), (5, 4), (2, 2)]))
+    optimizer = torch.optim.SGD([p for p, _ in rows])
+    kept = [
+        rows_to_trace(optimizer, rows, come_and_go=True, packs=False, any_size=any_size)
+        for any_size in (True, False)
+    ]
+    assert [each.kept for each in kept if each is not None] == [[0, 2, 3], [0, 1, 2, 3, 4]]
+
+
 def test_where_nothing_is_compensated_all_rows_are_traced() -> None:
     rows = tuple((p, torch.zeros_like(p)) for p in parameters(shapes=ROWS))
     optimizer = torch.optim.SGD([p for p, _ in rows])
-    found = rows_to_trace(optimizer, rows, come_and_go=False, packs=False)
+    found = rows_to_trace(optimizer, rows, come_and_go=False, packs=False, any_size=False)
     assert found is not None
     assert (found.kept, found.come_and_go) == (TWO_EACH, False)
     for in_vain in (torch.Tensor.float, torch.Tensor.to_sparse, lambda x: x.to("meta")):
         others = tuple(tuple(map(in_vain, row)) for row in rows)
-        assert rows_to_trace(optimizer, others, come_and_go=False, packs=False) is None
+        assert rows_to_trace(optimizer, others, come_and_go=False, packs=False, any_size=False) is None
 
 
 def test_what_follows_a_step_sees_all_rows_stepped() -> None:

@@ -236,6 +236,23 @@ class SharedAverage(Descent):
         p.add_(shared["average"], alpha=-self.param_groups[0]["lr"])
 
 
+def test_a_parameter_that_is_replaced_before_loaded_error_terms_are_used_does_not_pass_them_on() -> None:
+    """They were loaded without the weights that they belong to."""
+    (p,) = params = parameters(shapes=SHAPES[:1])
+    optimizer = install(torch.optim.AdamW(params, lr=1e-3))
+    run_steps(optimizer.step, params, range(3))
+    saved = copy.deepcopy(optimizer.state_dict())
+    run_steps(optimizer.step, params, range(3, 6))
+    optimizer.load_state_dict(saved)
+    new = Parameter(p.detach().clone())
+    optimizer.state[new] = optimizer.state.pop(p)
+    optimizer.param_groups[0].update(params=[new], lr=0.0)
+    set_gradients([new])
+    (told,) = warned(optimizer.step)
+    assert "holds error terms of other values than param_groups[0].params[0].parameter" in told
+    assert torch.equal(full_value(new, torch.float64), new.detach().double())
+
+
 def test_state_of_no_parameter_that_is_replaced_keeps_its_error_terms() -> None:
     runs = []
     for is_replaced in (False, True):
