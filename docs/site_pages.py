@@ -27,13 +27,22 @@ ROLE = re.compile(r":(?:attr|class|data|func|meth|mod):(<code>)~?([\w.]+)")
 NOTE = re.compile(r"(?<![\w`])\[(\d+)\]")
 CELL = re.compile(r"<td([^>]*)>(.*?)</td>", re.DOTALL)
 NUMBER = re.compile(r"[-+−<>≥≤≈→÷/×%±(). \d,]*\d[-+−<>≥≤≈→/×%±(). \d,eB]*")
-LONGEST_CODE = 32
+CODE = re.compile(r"<code>([^\n]*?)</code>")
+#: Characters of code in a sentence or a cell up to which it stays on one line.
+LONGEST_CODE = 16
+#: Where longer code in a cell may be broken: between arguments, or elsewhere, too, if one is long.
+COMMA = re.compile(r", ")
+LONGEST_ARGUMENT = 24
+BREAK = re.compile(r"(?<=[\w)\]}.,\"'])(?:, ?|[_/]|\.(?!\d)|(?:=|\(|\[)(?=[\[\"']|\w{5}))(?![ .)]|$)")
 TABLE = re.compile(r"<table>.*?</table>", re.DOTALL)
 BLOCK = re.compile(r'(<div class="[^"]*highlight)(">.*?</div>)', re.DOTALL)
 #: A line below the head of a table that a command has printed.
 RULE = re.compile(r"^-{3,} {2,}-{3,}", re.MULTILINE)
 #: Words of a cell of the longest column, on average, from which a table is one of words.
 WORDS_OF_CARDS = 4
+#: Words of the home page with the picture below them; the link in them that is shown as a button.
+BESIDE = re.compile(r"(?<=\n)(?:\*\*|\| AdamW).*?\n!\[[^\n]*\n", re.DOTALL)
+BUTTON = re.compile(r"^\[[^\]]*\]\(#[^)]*\)$", re.MULTILINE)
 LINK = re.compile(r"(\]\(|src=\")(?!https?:|#|mailto:)([^)#\"\s]+)")
 
 
@@ -56,7 +65,8 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
     """Let links lead to where things are on the site."""
     here = page.file.src_uri
     if here == "index.md":
-        page.meta["hide"] = ["navigation"]  # its section has no other page
+        page.meta["hide"] = ["navigation", "toc"]  # its section has no other page
+        markdown = BESIDE.sub(_beside, markdown)
 
     def moved(match: re.Match[str]) -> str:
         place = _place(_repository_path(here, match[2]))
@@ -69,8 +79,24 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
 
 def on_page_content(html: str, **_: Any) -> str:
     """Show what docstrings name by roles, ``:class:`~a.B```, as code; tell site.css of cells' contents."""
-    text = ROLE.sub(lambda match: match[1] + match[2].rpartition(".")[2], html)
+    text = CODE.sub(_kept, ROLE.sub(lambda match: match[1] + match[2].rpartition(".")[2], html))
     return BLOCK.sub(_ruled, TABLE.sub(_cards, CELL.sub(_classed, text)))
+
+
+def _beside(match: re.Match[str]) -> str:
+    """Words of the home page, whose picture stands beside them where there is room."""
+    words = BUTTON.sub(r"\g<0>{ .md-button .md-button--primary }", match[0])
+    return f'<div class="beside" markdown>\n\n{words}\n</div>\n'
+
+
+def _kept(match: re.Match[str]) -> str:
+    """Code in a sentence, with a class if it is short, so that a hyphen in it breaks no line."""
+    is_short = len(_words(match[0])) <= LONGEST_CODE
+    return f'<code class="short">{match[1]}</code>' if is_short else match[0]
+
+
+def _words(html: str) -> str:
+    return unescape(re.sub(r"<.*?>", "", html))
 
 
 def _ruled(match: re.Match[str]) -> str:
@@ -98,11 +124,18 @@ def _cards(match: re.Match[str]) -> str:
 
 
 def _classed(match: re.Match[str]) -> str:
-    """A cell of a table, with a class if it is a number, or has code that is too long for a line."""
-    codes = re.findall(r"<code>(.*?)</code>", match[2], re.DOTALL)
-    is_long = any(len(re.sub(r"<.*?>", "", code)) > LONGEST_CODE for code in codes)
-    kind = "long" if is_long else "number" if NUMBER.fullmatch(unescape(match[2].strip())) else ""
-    return f'<td class="{kind}"{match[1]}>{match[2]}</td>' if kind else match[0]
+    """A cell of a table, with a class if it is a number; long code in it says where it may be broken."""
+    if NUMBER.fullmatch(unescape(match[2].strip())):
+        return f'<td class="number"{match[1]}>{match[2]}</td>'
+    return f"<td{match[1]}>{CODE.sub(_broken, match[2])}</td>"
+
+
+def _broken(match: re.Match[str]) -> str:
+    """Long code with places to break it; the words between its tags alone have them."""
+    pattern = BREAK if max(map(len, _words(match[1]).split(", "))) > LONGEST_ARGUMENT else COMMA
+    parts = re.split(r"(<.*?>)", match[1])
+    parts[::2] = (pattern.sub(r"\g<0><wbr>", each) for each in parts[::2])
+    return f"<code>{''.join(parts)}</code>"
 
 
 def _repository_path(here: str, target: str) -> str:
