@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import re
-import shutil
 import subprocess
 from pathlib import Path
 from xml.etree import ElementTree
@@ -16,12 +15,12 @@ import torch
 from collage_fx import CollageBackend, CollageReport, explain
 from collage_tools.pages.mathml import recurrence_mathml
 from collage_tools.pages.pictures import PASS_COLORS, pass_color
+from tests.support.browser import BROWSER, NO_BROWSER
 from tests.support.training import Descent, parameters, run_steps
 
 HTML = "{http://www.w3.org/1999/xhtml}"
 SVG = "{http://www.w3.org/2000/svg}"
 MATH = "{http://www.w3.org/1998/Math/MathML}"
-BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 
 
 def adamw_report() -> CollageReport:
@@ -141,7 +140,7 @@ def test_a_symbol_is_one_name_and_a_minus_is_a_minus() -> None:
     assert "−" in [element.text for element in root.iter(f"{MATH}mo")]
 
 
-@pytest.mark.skipif(BROWSER is None, reason="no chromium, chromium-browser or google-chrome on the PATH")
+@pytest.mark.skipif(BROWSER is None, reason=NO_BROWSER)
 def test_a_browser_shows_it(report: CollageReport, tmp_path: Path) -> None:
     """Drawn, not only parsed: boxes of the passes' colours are on the screen."""
     image = pytest.importorskip("matplotlib.image")
