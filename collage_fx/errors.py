@@ -65,9 +65,9 @@ class InvalidOptionError(CollageError, ValueError):
     on the optimizer, such as ``bytes_per_parameter``, when its step is compiled. The step has not been
     executed. ``strict=False`` does not turn this error into a warning. It is also a ``ValueError``.
 
-    What to do: give one of the values that the message lists; ``docs/options.md`` describes each option. If
-    two options exclude each other, remove one. If a budget is too small, give the number of bytes that the
-    message names, or choose ``strategy``, ``error_format`` and ``state`` yourself.
+    What to do: give one of the values that the message lists; ``help(collage_fx.CollageBackend)`` describes
+    each option. If two options exclude each other, remove one. If a budget is too small, give the number of
+    bytes that the message names, or choose ``strategy``, ``error_format`` and ``state`` yourself.
     """
 
     code = "CFX001"

@@ -804,8 +804,8 @@ def _check_bypassing_step(optimizer: Optimizer, requested: _Requested) -> None:
     stepped = ((name, p) for name, p in parameter_names(optimizer) if p.grad is not None)
     if requested.is_compiled:
         there = (
-            "although a compiled step keeps error terms of this optimizer's parameters, which an eager step "
-            "would neither use nor keep up"
+            "although a compiled step keeps error terms of this optimizer's parameters: an eager step "
+            "ignores them, and they no longer belong to the values that it writes"
         )
         first = next((name for name, p in stepped if record_of(p)), None)
     else:
@@ -859,15 +859,16 @@ def _take_over_or_refuse(optimizer: Optimizer, name: str, owner: Optimizer | Non
     strict = is_newest_strict if requested is None else requested.request.strict
     kind = type(optimizer).__name__
     if owner is None:
-        belong = "have error terms, of a checkpoint or of an optimizer that is gone, which"
+        belong = "have error terms, of a checkpoint or of an optimizer that is gone"
         first = ""
     else:
-        belong = f"belong to a compensated step of {type(owner).__name__}, whose error terms"
+        belong = f"belong to a compensated step of {type(owner).__name__}"
         first = "collage_fx.uninstall the other optimizer, or "
     refusal = EagerStepError(
-        f"{kind}.step() updates parameters eagerly that {belong} it would neither use nor keep up",
+        f"{kind}.step() updates parameters eagerly that {belong}: it would ignore "
+        "the error terms, which no longer belong to the values that it writes",
         where=name,
-        remedy=f"have this {kind} compensated as well, collage_fx.install(optimizer). To go on without it, "
+        remedy=f"call collage_fx.install(optimizer) for this {kind}, too. To go on without error terms, "
         f"{first}drop the error terms with collage_fx.reset_error_terms(parameter)",
     )
     raise_or_warn(optimizer, refusal, strict=strict)

@@ -193,8 +193,9 @@ def refuse_unknown(names: Iterable[str]) -> None:
 def refuse_unless(name: str, value: object, allowed: Sequence[object], otherwise: str = "") -> None:
     """Raise ``InvalidOptionError``, with another remedy, unless a value is allowed; True is not 1 here."""
     if not any(value is choice or (isinstance(value, str) and value == choice) for choice in allowed):
+        hint = did_you_mean(str(value), [each for each in allowed if isinstance(each, str)])
         raise InvalidOptionError(
-            f"{name}={value!r} is not allowed",
+            f"{name}={value!r} is not allowed" + (f"; {hint}" if hint.startswith("did") else ""),
             where=name,
             remedy=", ".join(filter(None, (f"use one of {', '.join(map(repr, allowed))}", otherwise))),
         )

@@ -142,7 +142,9 @@ class CollageReport:
         for subject, rows in self.by_subject().items():
             parts = [section(subject, rows, self._other_state_of(subject), full=full, markdown=markdown)]
             if budgets[subject]:
-                table = budget_table(budgets[subject], "github" if markdown else "simple")
+                compensates = any(row.compensated for row in rows)
+                style = "github" if markdown else "simple"
+                table = budget_table(budgets[subject], style, compensates=compensates)
                 parts += [table, BUDGET_CAPTION]
             if routes[subject].unit == "operation by operation":
                 parts.append(routes[subject].sentence())

@@ -6,6 +6,7 @@ the verdict on plain low precision, and how they are stored here, and why.
 
 from __future__ import annotations
 
+import re
 import textwrap
 from collections.abc import Iterator, Sequence
 
@@ -32,6 +33,8 @@ def section(
     headers = ("tensor", "shape", "kind", plainly(rows), "here", "bytes")
     widths = [max(len(header) + 2, *map(len, texts)) for header, *texts in zip(headers, *cells, strict=True)]
     room = max(TEXT_WIDTH - sum(widths[1:]) - 2 * len(widths[1:]), NAME_WIDTH)
+    if not markdown:
+        cells = [[_at_dots(name, room), *others] for name, *others in cells]
     table = tabulate(
         cells,
         headers=headers,
@@ -58,16 +61,22 @@ def plainly(rows: Sequence[TensorReport]) -> str:
 BUDGET_CAPTION = "Budgets: each row is more precise than the rows above it, as docs/formats.md measures."
 
 
-def budget_table(budgets: Sequence[Budget], style: str) -> str:
+def budget_table(budgets: Sequence[Budget], style: str, *, compensates: bool) -> str:
     """Make the table of budgets for a step, with an arrow at the budget that is used.
 
-    Other budgets that take no fewer bytes than a more precise one are left out. ``budgets`` are the one that
-    is used, then all, the smallest first; ``style`` is a table format of tabulate.
+    Other budgets that take no fewer bytes than a more precise one are left out.
+
+    Args:
+        budgets: the one that is used, then all, the smallest first.
+        style: a table format of tabulate.
+        compensates: whether any tensor of the step has error terms; otherwise ``state`` alone is shown.
     """
     used, *others = budgets
     shown = [*frontier(others)]
     rows = [each for each in others if each in shown or each == used]
-    cells = [["→" if each == used else "", str(each), f"{each.bytes:.4g}"] for each in rows]
+    names = [str(each) if compensates else f"state={each.state!r}" for each in rows]
+    arrows = ["→" if each == used else "" for each in rows]
+    cells = [*zip(arrows, names, (f"{each.bytes:.4g}" for each in rows), strict=True)]
     headers, aligned = ("", "options", "bytes per parameter"), ("left", "left", "right")
     return tabulate(cells, headers, tablefmt=style, colalign=aligned)
 
@@ -95,6 +104,14 @@ def _cells(rows: Sequence[TensorReport], groups: Sequence[Treatment], *, full: b
         ]
         for each in shown
     ]
+
+
+def _at_dots(name: str, room: int) -> str:
+    """Split a name into lines of at most ``room`` characters, before dots where that is possible."""
+    lines = [""]
+    for part in re.findall(r"\.?[^.]*", name):
+        lines = [*lines[:-1], lines[-1] + part] if len(lines[-1] + part) <= room else [*lines, part]
+    return "\n".join(filter(None, lines))
 
 
 def _explanation(group: Treatment, *, full: bool) -> Iterator[str]:

@@ -108,7 +108,7 @@ class SafetensorsFile(Mapping[str, Tensor]):
                     raise ValueError(f"{start}, {end}")
         except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise CheckpointMismatchError(
-                f"a file that is not of the safetensors format ({type(error).__name__}: {error}), or cut off",
+                f"the file is not in the safetensors format, or is cut off ({type(error).__name__}: {error})",
                 where=os.fspath(path),
                 remedy="give a file that safetensors, or collage_fx.save_full_state_dict, has written",
             ) from error

@@ -196,8 +196,8 @@ class WriteDetector:
         if new:
             warn(
                 f"{some(new)} of {self._subject}: written to between two steps, by something else than the "
-                "step. The error terms belonged to the old values and start again from zero: all of them, "
-                "next time those of changed elements. To write a value with all its bits, call "
+                "step. The error terms belonged to the old values: all of them are set to zero, at later "
+                "writes those of changed elements. To write a value with all its bits, call "
                 "collage_fx.assign(parameter, value); to read one, collage_fx.full_value(parameter). If a "
                 "method of the optimizer writes, compile it, too"
             )

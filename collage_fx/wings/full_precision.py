@@ -108,7 +108,8 @@ class FullPrecisionForward:
 
     def __repr__(self) -> str:
         kinds = ", ".join(sorted({type(module).__name__ for module in self.modules}))
-        return f"<FullPrecisionForward of {len(self.modules)} modules: {kinds}>"
+        count = len(self.modules)
+        return f"<FullPrecisionForward of {count} module{'s' if count > 1 else ''}: {kinds}>"
 
     def remove(self) -> None:
         """Make the modules compute with their parameters alone again."""

@@ -73,7 +73,8 @@ def checkpoint_tensors(path: Path) -> Mapping[str, Tensor]:
         remedy = (
             "give a file that safetensors or torch.save has written, an index of such files, or their folder"
         )
-        raise CheckpointMismatchError(error.met, where=error.where, remedy=remedy) from error
+        met = "neither a file of safetensors nor one of torch.save, or cut off"
+        raise CheckpointMismatchError(met, where=error.where, remedy=remedy) from error
 
 
 def load_plain(path: Path) -> Any:

@@ -16,7 +16,7 @@ from __future__ import annotations
 import math
 import re
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from fractions import Fraction
 from itertools import combinations
@@ -204,7 +204,7 @@ class SecondMoments:
         return fmt is not None and not self.has_error_terms and 1 - self.decay < fmt.unit_roundoff / 2
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Checkup:
     """Result of :func:`checkup`; prints as text.
 
@@ -229,8 +229,8 @@ class Checkup:
     findings: tuple[str, ...]
     notes: tuple[str, ...]
     tensors: tuple[TensorCheck, ...]
-    histograms: Mapping[torch.dtype, Tensor] = field(repr=False, compare=False)
-    vectors: Mapping[torch.dtype, Tensor] = field(repr=False, compare=False)
+    histograms: Mapping[torch.dtype, Tensor] = field(compare=False)
+    vectors: Mapping[torch.dtype, Tensor] = field(compare=False)
     lr: float | None = None
     weight_decay: float | None = None
     steps: int | None = None
@@ -246,6 +246,10 @@ class Checkup:
     def groups(self) -> list[Group]:
         """Tensors by name, with numbers replaced by ``*``."""
         return grouped(self.tensors)
+
+    def __repr__(self) -> str:
+        """Return a line; ``print(checkup)`` shows the table."""
+        return f"<Checkup of {self.path}: {self.verdict}, {len(self.tensors)} tensors>"
 
     def __str__(self) -> str:
         return self.to_text()
@@ -312,6 +316,8 @@ def checkup(
             f"Nothing was compared: of {common} tensors in both checkpoints none has one shape and holds "
             "bf16 or fp16 numbers in both, and float32 weights lose too little to be told."
             if common
+            else "The earlier checkpoint is an optimizer's file: give it by optimizer= (--optimizer)."
+            if _is_state(before)
             else "The two checkpoints have no tensors in common."
         )
     if verdict == ROUNDED_AWAY and lr and weight_decay:
@@ -467,13 +473,19 @@ def _tested(tensors: tuple[TensorCheck, ...] | list[TensorCheck]) -> list[PileUp
 # Judging. ---------------------------------------------------------------------------------------------------
 
 
+def _is_state(names: Iterable[str]) -> bool:
+    """Return whether all tensors belong to an optimizer's file."""
+    names = list(names)
+    return bool(names) and all(name.startswith("state.") for name in names)
+
+
 def judge(checks: list[TensorCheck]) -> tuple[str, list[str], list[str]]:
     """Return verdict, reasons and notes."""
     judged = [each for each in checks if each.is_judged]
     matrices = [each for each in checks if not each.is_vector and each.dtype.is_floating_point]
     wide = [each for each in matrices if not each.is_judged]
     notes = _notes(checks)
-    if checks and all(each.name.startswith("state.") for each in checks):
+    if _is_state(each.name for each in checks):
         reason = "The file holds an optimizer's state and no weights: give the model's file, and this one by "
         return CANNOT_TELL, [reason + "optimizer= (--optimizer)."], notes
     if not judged or sum(each.entries for each in wide) > sum(each.entries for each in matrices) / 2:

@@ -132,7 +132,9 @@ def _section(
     yield f"<h2>{escape(subject)}</h2><p>{escape(summary_line(rows, other_state))}</p>"
     yield _treatment_table(groups)
     if newest.budgets:
-        yield f"<h3>Budgets</h3><p class='names'>{BUDGET_CAPTION}</p>{budget_table(newest.budgets, 'html')}"
+        compensates = any(row.compensated for row in rows)
+        table = budget_table(newest.budgets, "html", compensates=compensates)
+        yield f"<h3>Budgets</h3><p class='names'>{BUDGET_CAPTION}</p>{table}"
     else:
         yield f"<h3>Bytes per parameter</h3>{_memory_table(own, rows, other_state)}"
     yield from _metrics(metrics, subject)

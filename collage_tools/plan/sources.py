@@ -98,6 +98,9 @@ def from_hf(name: str, changes: Mapping[str, Any]) -> Source:
             ) from error
         entries = {"model_type": name}
     kind = entries.pop("model_type", None)
+    if kind is None:
+        remedy = "give the config.json of a model of transformers, or a Python file with model() and loss()"
+        raise _refusal(f"{name!r} has no entry model_type", remedy)
     if kind not in KINDS:
         raise _refusal(
             f"{kind}, the model_type of {name!r}, is no causal language model of transformers",

@@ -239,6 +239,17 @@ def test_long_names_and_shapes_keep_the_width() -> None:
     text = str(explain(torch.optim.AdamW([(name, p)])))
     assert max(map(len, text.splitlines())) <= TEXT_WIDTH
     assert "f16[1024,1,1,1024]" in text
+    names = [line.split(" ")[0] for line in text.splitlines()]
+    assert all(part in names for part in (".self_attention", ".weight")), (
+        "lines begin with dots, not in words"
+    )
+
+
+def test_budgets_of_float32_parameters_name_no_format_of_error_terms() -> None:
+    p = torch.nn.Parameter(torch.zeros(64, 64))
+    text = str(explain(torch.optim.AdamW([p]), bytes_per_parameter=8))
+    assert "state='block8'" in text
+    assert "error_format" not in text
 
 
 def test_a_scalar_parameter() -> None:

@@ -260,7 +260,7 @@ def test_a_file_whose_tensors_begin_anywhere(tmp_path: Path) -> None:
     assert torch.equal(SafetensorsFile(path)["x"], torch.tensor(1.5))
     for broken in (path.read_bytes()[:-1], b"\0", b"", b"{}" * 8, (2).to_bytes(8, "little") + b"[]"):
         path.write_bytes(broken)
-        with pytest.raises(CheckpointMismatchError, match="not of the safetensors format"):
+        with pytest.raises(CheckpointMismatchError, match="not in the safetensors format"):
             SafetensorsFile(path)
 
 
@@ -360,7 +360,7 @@ def test_what_does_not_fit_changes_nothing(tmp_path: Path) -> None:
     stranger = torch.optim.AdamW(model().parameters())
     refused(CheckpointMismatchError, "none of whose parameters", optimizer=stranger)
     (tmp_path / "other").write_bytes(b"PK" * 20)
-    refused(CheckpointMismatchError, "not of the safetensors format", tmp_path / "other")
+    refused(CheckpointMismatchError, "not in the safetensors format", tmp_path / "other")
 
 
 class ExtraState(nn.Module):

@@ -483,6 +483,11 @@ def test_tensors_that_cannot_be_judged_are_named(tmp_path: Path) -> None:
     assert found.notes == ("1 infinities or NaN, in w.", "1 tensors of int8 were not judged.")
     other = checkup(tmp_path / "x.pt", saved({"z": torch.ones(1)}, tmp_path / "z.pt"))
     assert "The two checkpoints have no tensors in common." in other.notes
+    assert repr(other) == f"<Checkup of {tmp_path / 'x.pt'}: cannot tell, 3 tensors>"
+    state = checkup(tmp_path / "x.pt", saved({"state.0.exp_avg": torch.ones(1)}, tmp_path / "o.pt"))
+    assert (
+        "The earlier checkpoint is an optimizer's file: give it by optimizer= (--optimizer)." in state.notes
+    )
 
 
 def test_float32_checkpoints_with_the_same_names_are_not_said_to_differ_in_names(tmp_path: Path) -> None:

@@ -420,6 +420,7 @@ def test_what_a_plan_needs_is_said(command: str, told: str, capsys: pytest.Captu
         ("thawed.py", "no parameter of thawed requires a gradient"),
         ("--hf nowhere.json", "no configuration 'nowhere.json' can be read"),
         ("--hf strange.json", "lama, the model_type of 'strange.json', is no causal"),
+        ("--hf bare.json", "'bare.json' has no entry model_type"),
         ("--hf clip", "and a causal language model of transformers were looked for"),
         ("--hf llama --set hiden_size=4", "has no entry 'hiden_size'"),
         ("--hf llama --set num_hidden_layers=six", "llama refuses its configuration"),
@@ -446,6 +447,7 @@ def test_a_mistake_is_named(
     Path("broken.py").write_text(f"{made}\ndef loss(m, b, s): return m.weight.sum() * m.weight.sum().item()")
     Path("constant.py").write_text(f"{made}\ndef loss(m, b, s): return m.weight.sum()")
     Path("thawed.py").write_text(f"{made}.requires_grad_(False)")
+    Path("bare.json").write_text("{}")
     Path("strange.json").write_text('{"model_type": "lama"}')
     assert main(["plan", *command.split(), "--gpu", "80", "--seq", "2048"]) == 2
     assert told in capsys.readouterr().err
