@@ -130,7 +130,7 @@ ASKED = (
         lambda r: max(e for e, _, j in whole(r, BYTES_8) if j == SMALLEST_UPDATES),
     ),
     Asked(
-        "8 bytes, elementwise, every cell",
+        "8 bytes without scales (`light`), every cell",
         4e-3,
         lambda r: max(e for e, _, _ in whole(r, BYTES_8_ELEMENTWISE)),
     ),

@@ -86,6 +86,7 @@ def page(results: Results, picture_name: str | None = None) -> str:
         _table_of(results, "moments"),
         "## What is promised, and what is reached",
         _asked(results),
+        "Where `light` misses its figure, `block16` reaches it: the same bytes, with scales.",
         "## How it is measured",
         METHOD.format(**settings),
         f"{results['about']}, {results['machine']}, torch {results['torch']}, Python {results['python']}; "
