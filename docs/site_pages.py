@@ -28,6 +28,7 @@ NOTE = re.compile(r"(?<![\w`])\[(\d+)\]")
 CELL = re.compile(r"<td([^>]*)>(.*?)</td>", re.DOTALL)
 NUMBER = re.compile(r"[-+−<>≥≤≈→÷/×%±(). \d,]*\d[-+−<>≥≤≈→/×%±(). \d,eB]*")
 CODE = re.compile(r"<code>([^\n]*?)</code>")
+FLAG = re.compile(r"(?<![\w-])--\w[\w-]*")
 #: Characters of code in a sentence or a cell up to which it stays on one line.
 LONGEST_CODE = 16
 #: Where longer code in a cell may be broken: between arguments, or elsewhere, too, if one is long.
@@ -90,9 +91,10 @@ def _beside(match: re.Match[str]) -> str:
 
 
 def _kept(match: re.Match[str]) -> str:
-    """Code in a sentence, with a class if it is short, so that a hyphen in it breaks no line."""
-    is_short = len(_words(match[0])) <= LONGEST_CODE
-    return f'<code class="short">{match[1]}</code>' if is_short else match[0]
+    """Code in a sentence, with a class if it is short, so that no hyphen in it breaks a line; also flags."""
+    if len(_words(match[0])) <= LONGEST_CODE:
+        return f'<code class="short">{match[1]}</code>'
+    return FLAG.sub(r'<span class="short">\g<0></span>', match[0])
 
 
 def _words(html: str) -> str:
