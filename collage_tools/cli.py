@@ -397,7 +397,7 @@ def _check_keyword(kind: Any, name: str) -> None:
     parameters = inspect.signature(kind).parameters
     takes_any = any(each.kind is inspect.Parameter.VAR_KEYWORD for each in parameters.values())
     if name not in parameters and not takes_any:
-        known = [each for each in parameters if each not in ("params", "lr")]
+        known = ["--lr" if each == "lr" else each for each in parameters if each != "params"]
         raise UsageError(f"{kind.__name__} has no argument {name!r}; {did_you_mean(name, known)}")
 
 

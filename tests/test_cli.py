@@ -83,6 +83,7 @@ def test_kernels_are_those_of_a_compiled_step(capsys: pytest.CaptureFixture[str]
             2,
             "SGD has no argument 'momentun'; did you mean momentum?",
         ),
+        ("explain --optimizer SGD --kw lrr=1", 2, "SGD has no argument 'lrr'; did you mean --lr?"),
         ("explain --optimizer SGD --kw momentum", 2, "--kw takes NAME=VALUE"),
         ("explain --optimizer SGD --strategy pluss", 2, "'pluss' is not allowed; did you mean plus?"),
         ("explain --optimizer SGD --dtype bf16", 2, "bfloat16"),
