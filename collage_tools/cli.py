@@ -186,6 +186,13 @@ def _file(text: str) -> Path:
     return path
 
 
+def _existing(text: str) -> Path:
+    """Return the path of a file or folder to read; an argparse type, before torch is imported."""
+    if not (path := Path(text)).exists():
+        raise UsageError(f"there is no file or folder {text!r}")
+    return path
+
+
 # explain ----------------------------------------------------------------------------------------------------
 
 
@@ -493,12 +500,16 @@ def _audit(options: argparse.Namespace, _: list[str]) -> int:
 
 def _add_checkup_options(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add("path", help="safetensors file, file of torch.save, index of shards, or a folder with one of them")
-    add("earlier", nargs="?", help="earlier checkpoint of the same run, to compare with")
+    add(
+        "path",
+        type=_existing,
+        help="safetensors file, file of torch.save, index of shards, or a folder with one of them",
+    )
+    add("earlier", type=_existing, nargs="?", help="earlier checkpoint of the same run, to compare with")
     add("--lr", type=float, help="learning rate: adds the share of weights that no such update can move")
     add("--weight-decay", type=float, help="weight decay of the run")
     add("--steps", type=int, help="number of steps since the earlier checkpoint")
-    add("--optimizer", metavar="FILE", help="file of the optimizer's state_dict()")
+    add("--optimizer", type=_existing, metavar="FILE", help="file of the optimizer's state_dict()")
     add("--full", action="store_true", help="print one row per tensor")
     add("--json", action="store_true", help="print JSON")
     add("--html", type=_file, metavar="FILE", help="write an HTML page with histograms")
@@ -588,7 +599,7 @@ def _plan(options: argparse.Namespace, _: list[str]) -> int:
 
 def _add_convert_options(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add("source", metavar="IN", type=Path, help="file or folder of a checkpoint of model and optimizer")
+    add("source", metavar="IN", type=_existing, help="file or folder of a checkpoint of model and optimizer")
     add("target", metavar="OUT", type=Path, help="file or folder to write, in the same form")
     dtypes = ("bfloat16", "float32")
     add("--dtype", type=_choice(dtypes), default="bfloat16", help="bfloat16, or float32: the way back")

@@ -100,6 +100,8 @@ def test_kernels_are_those_of_a_compiled_step(capsys: pytest.CaptureFixture[str]
         ("explain --optimizer SGD --shape=-3", 2, "--shape takes positive integers"),
         ("explain --optimizer SGD --shape 4,0", 2, "--shape takes positive integers"),
         ("explain --optimizer nopkg.Adam", 2, "no module 'nopkg'; is it installed, or its folder in"),
+        ("checkup nowhere.pt", 2, "there is no file or folder 'nowhere.pt'"),
+        ("convert nowhere.pt out.pt", 2, "there is no file or folder 'nowhere.pt'"),
         ("explain --optimizer SGD --html /no/such/folder/x.html", 2, "there is no folder '/no/such/folder'"),
         ("explain --optimizer SGD --html /", 2, "'/' is a folder; name a file in it"),
         ("explain --optimizer SGD --bytes-per-parameter 2", 2, "CFX001"),
