@@ -1185,6 +1185,32 @@ def test_packed_state_with_another_byte_is_refused_at_the_load(seed: int) -> Non
     assert differences(before, everything(again)) == []
 
 
+class Centering(Descent):
+    """State of few elements, which is not packed, before a moment."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for p in self.param_groups[0]["params"]:
+            state = self.state[p]
+            if not state:
+                state["means"], state["moment"] = torch.zeros_like(p[:, :1]), torch.zeros_like(p)
+            state["means"].lerp_(p.grad.mean(1, keepdim=True), 0.1)
+            state["moment"].mul_(0.9).add_(p.grad - state["means"], alpha=0.1)
+            p.sub_(state["moment"], alpha=1e-4)
+
+
+def test_packed_state_is_compared_with_what_was_saved_beside_other_state() -> None:
+    params = parameters(shapes=((128, 32),))
+    optimizer = install(Centering(params), strategy="light", state="block8")
+    run_steps(optimizer.step, params, range(2))
+    saved = copy.deepcopy(optimizer.state_dict())
+    assert [key for key in saved["state"][0] if key.endswith(".codes")] == ["collage_fx.moment.block8.codes"]
+    saved["state"][0]["collage_fx.moment.block8.codes"][3, 5] ^= 1
+    again = install(Centering(copied(params)), strategy="light", state="block8")
+    with pytest.raises(CheckpointMismatchError, match=r"block8' with other bytes[^\n]*\n *where: .*moment"):
+        again.load_state_dict(saved)
+
+
 def test_error_terms_of_other_state_are_named_at_the_load() -> None:
     optimizer = trained()
     saved = copy.deepcopy(optimizer.state_dict())
