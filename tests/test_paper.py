@@ -30,6 +30,7 @@ from benchmarks.paper.optimizers import (
 from benchmarks.paper.page import Runs, page
 from benchmarks.paper.settings import (
     BASELINE,
+    LETTERS,
     QUICK,
     SETTINGS,
     SIZES,
@@ -66,6 +67,9 @@ def test_a_quick_run_trains_every_cell_and_writes_the_page(quick: Path) -> None:
     assert len(runs.records) == len(quick_plan().cells)
     assert all(math.isfinite(record["loss"]) for record in runs.records)
     assert (quick / "paper.md").read_text() == page(runs, quick_plan())
+    classified = [record["accuracy"] for record in runs.records if record["task"] == "sources"]
+    assert len(classified) == 2 * len(LETTERS)
+    assert all(0 < each < 1 for each in classified)
     assert all(
         (quick / f"paper-{name}.png").stat().st_size > 10_000 for name in ("main", "sweeps", "product")
     )
@@ -201,7 +205,7 @@ def test_settings_draw_independently_and_strategies_alike() -> None:
     for cell in cells:
         draws.setdefault(cell.draw(), set()).add((cell.setting, cell.seed))
     assert all(len(drawn) == 1 for drawn in draws.values())
-    assert len(draws) == 3 * len(SETTINGS)
+    assert len(draws) == 3 * len({cell.setting for cell in cells}) == 3 * (len(SETTINGS) + 1)
 
 
 def test_measured_counts_what_is_asked_and_what_is_lost() -> None:

@@ -17,6 +17,7 @@ from matplotlib.figure import Figure
 from benchmarks.paper.costs import MASTERS
 from benchmarks.paper.settings import (
     BASELINE,
+    LETTERS,
     MASTER_FREE,
     OF_THE_PRODUCT,
     RELEASED,
@@ -26,6 +27,7 @@ from benchmarks.paper.settings import (
     Setting,
 )
 from benchmarks.paper.significance import LEVEL, Difference, holm, sign_test, welch
+from benchmarks.paper.training import ACCURACY_BATCHES, VALIDATION_BATCH
 from benchmarks.table import markdown
 
 Record = dict[str, Any]
@@ -334,6 +336,39 @@ def cost_table(runs: Runs) -> str:
     return markdown(headers, rows, texts=1)
 
 
+def classifier_result(runs: Runs, setting: Setting) -> str:
+    """Differences of accuracy from D's with the same seed."""
+    theirs = runs.of(setting, BASELINE)
+    less = {
+        name: [100 * (theirs[seed]["accuracy"] - r["accuracy"]) for seed, r in runs.of(setting, name).items()]
+        for name in LETTERS
+    }
+    below = sum(each > 0 for each in less["none"])
+    others = max(abs(each) for name, all_of in less.items() if name != "none" for each in all_of)
+    return (
+        f"A is less accurate than D with {below} of {len(theirs)} seeds, by {_mean(less['none']):.1f} points "
+        f"in the mean; B and C are within {others:.1f} points of D with each."
+    )
+
+
+def classifier_table(runs: Runs, setting: Setting) -> str:
+    """Loss and accuracy of a classifier by strategy and seed."""
+    rows = []
+    for name in (each for each in LETTERS if runs.of(setting, each)):
+        records = runs.of(setting, name)
+        rows.append(
+            [
+                _named(name),
+                _spread(r["loss"] for r in records.values()),
+                _signed(runs.gaps(setting, name).values()),
+                ", ".join(f"{r['accuracy']:.1%}" for r in records.values()),
+                f"{_mean(r['accuracy'] for r in records.values()):.1%}",
+            ]
+        )
+    headers = ("strategy", "loss", "over D's", "accuracy, by seed", "accuracy, mean")
+    return markdown(headers, rows, texts=1)
+
+
 # Pictures. --------------------------------------------------------------------------------------------------
 
 
@@ -479,6 +514,10 @@ def page(runs: Runs, plan: Plan) -> str:
         level=f"{LEVEL:g}",
         claim_table=claim_table(runs, shown),
         product_table=product_table(runs, shown),
+        classifier_result=classifier_result(runs, plan.classifier),
+        classifier_table=classifier_table(runs, plan.classifier),
+        classifier_steps=plan.classifier.steps(),
+        classifier_windows=ACCURACY_BATCHES * VALIDATION_BATCH,
         millions=f"{costs['parameters'] / 1e6:.1f}",
         tokens=costs["tokens"],
         threads=costs["threads"],

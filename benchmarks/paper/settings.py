@@ -92,7 +92,7 @@ class Size:
         batch: windows of that length a step, unless a setting says otherwise.
         steps: of a training.
         masked_start: steps of the float32 training that encoders go on from.
-        tuning_steps: of a fine-tuning.
+        tuning_steps: of a fine-tuning, and of a classifier.
     """
 
     width: int
@@ -141,8 +141,9 @@ class Setting:
     """What is varied beside the strategy and the seed.
 
     Attributes:
-        task: ``bytes`` (predict the next), ``masked`` (an encoder, predict those that are masked) or
-            ``tuning`` (predict the next one of a second text).
+        task: ``bytes`` (predict the next), ``masked`` (an encoder, predict those that are masked),
+            ``tuning`` (predict the next one of a second text) or ``sources`` (an encoder, classify windows by
+            the text that they come from).
         size: of :data:`SIZES`.
         beta2: of the second moment.
         lr: the peak learning rate.
@@ -158,7 +159,7 @@ class Setting:
     def steps(self) -> int:
         """How many a training takes."""
         size = SIZES[self.size]
-        return size.tuning_steps if self.task == "tuning" else size.steps
+        return size.tuning_steps if self.task in ("tuning", "sources") else size.steps
 
     def start(self) -> Start | None:
         """What it begins with, if not with nothing.
@@ -171,6 +172,7 @@ class Setting:
         return {
             "tuning": Start("bytes", 1e-3, size.steps),
             "masked": Start("masked", 3e-3, size.masked_start),
+            "sources": Start("masked", 3e-3, size.masked_start),
         }.get(self.task)
 
     def differs(self, other: Setting) -> dict[str, Any]:
@@ -191,6 +193,10 @@ SETTINGS = (
     replace(MAIN, task="masked"),
     replace(MAIN, task="tuning", lr=1e-4),
 )
+
+#: A classifier that starts from a masked encoder, and its strategies: the paper's A, B, C and D.
+CLASSIFIER = replace(MAIN, task="sources", lr=3e-4)
+LETTERS = tuple(name for name, each in STRATEGIES.items() if each.letter in ("A", "B", "C", "D"))
 
 
 @dataclass(frozen=True)
@@ -230,12 +236,14 @@ class Plan:
     """Cells, and the settings that they are of.
 
     Attributes:
-        settings: the main one first.
+        settings: of the sweeps, the main one first.
         cells: all that is trained.
+        classifier: setting of a classifier, which is not one of the sweeps.
     """
 
     settings: tuple[Setting, ...]
     cells: tuple[Cell, ...]
+    classifier: Setting = CLASSIFIER
 
     @property
     def main(self) -> Setting:
@@ -252,8 +260,12 @@ def _cells(settings: tuple[Setting, ...], seeds: int, strategies: tuple[str, ...
 def full_plan(seeds: int = 3) -> Plan:
     """What ``./dev paper`` trains."""
     same_model = tuple(s for s in SETTINGS if set(s.differs(MAIN)) <= {"beta2"})
-    cells = (*_cells(SETTINGS, seeds, _OTHERS), *_cells(same_model, seeds, OF_THE_PRODUCT))
-    return Plan(SETTINGS, cells)
+    cells = (
+        *_cells(SETTINGS, seeds, _OTHERS),
+        *_cells(same_model, seeds, OF_THE_PRODUCT),
+        *_cells((CLASSIFIER,), seeds, LETTERS),
+    )
+    return Plan(SETTINGS, cells, CLASSIFIER)
 
 
 QUICK = Setting(size="tiny")
@@ -268,8 +280,13 @@ def quick_plan() -> Plan:
         replace(QUICK, task="masked"),
         replace(QUICK, task="tuning", lr=1e-4),
     )
-    cells = (*_cells((QUICK,), 2, tuple(STRATEGIES)), *_cells(others, 2, ("none", "plus, mcf", BASELINE)))
-    return Plan((QUICK, *others), cells)
+    classifier = replace(CLASSIFIER, size=QUICK.size)
+    cells = (
+        *_cells((QUICK,), 2, tuple(STRATEGIES)),
+        *_cells(others, 2, ("none", "plus, mcf", BASELINE)),
+        *_cells((classifier,), 2, LETTERS),
+    )
+    return Plan((QUICK, *others), cells, classifier)
 
 
 def large_plan(size: str, seeds: int = 1) -> Plan:

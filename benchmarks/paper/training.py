@@ -26,6 +26,7 @@ Record = dict[str, Any]
 WEIGHT_DECAY, CLIP, BETA1 = 0.1, 1.0, 0.9
 MASK, MASKED_SHARE = 255, 0.15  # no byte of a text in UTF-8 is 255
 VALIDATION_BATCHES, VALIDATION_BATCH = 4, 64
+ACCURACY_BATCHES = 32  # of a classifier, at the end
 POINTS = 20  # of each curve
 
 
@@ -34,7 +35,10 @@ POINTS = 20  # of each curve
 
 @functools.cache
 def text_of(task: str) -> Text:
-    """The sources of Python's library; of C++, as torch installs it, to be tuned to."""
+    """The sources of Python's library; of C++, as torch installs it, to be tuned to; rows of both."""
+    if task == "sources":
+        python, headers = text_of("bytes"), text_of("tuning")
+        return Text(*map(_rows, (python.training, python.validation), (headers.training, headers.validation)))
     if task != "tuning":
         return Text.of_standard_library()
     root = Path(torch.__file__).parent / "include"
@@ -48,12 +52,30 @@ def text_of(task: str) -> Text:
     return Text.of_files(root, names)
 
 
+def _rows(*texts: Tensor) -> Tensor:
+    """Texts as rows of the shortest one's length."""
+    length = min(map(len, texts))
+    return torch.stack([text[:length] for text in texts])
+
+
 class Encoder(GPT):
     """The same transformer, in which every byte sees all others."""
 
     def __init__(self, recipe: Recipe) -> None:
         super().__init__(recipe)
         self.mask.zero_()
+
+
+class Classifier(Encoder):
+    """An encoder with a head on the mean of its outputs: a logit for each of two texts."""
+
+    def __init__(self, recipe: Recipe) -> None:
+        super().__init__(recipe)
+        self.head = nn.Linear(recipe.width, 2, bias=False)
+        nn.init.normal_(self.head.weight, std=0.02)
+
+    def logits(self, x: Tensor) -> Tensor:
+        return self.head(x.mean(1, keepdim=True))
 
 
 def recipe_of(setting: Setting, seed: int) -> Recipe:
@@ -78,7 +100,10 @@ def recipe_of(setting: Setting, seed: int) -> Recipe:
 def batch_at(text: Tensor, task: str, recipe: Recipe, size: int, number: int) -> tuple[Tensor, Tensor]:
     """The windows of one step, and what is to be predicted: the same for every strategy."""
     generator = torch.Generator().manual_seed(1_000_003 * recipe.seed + number)
-    starts = torch.randint(len(text) - recipe.context, (size, 1), generator=generator)
+    starts = torch.randint(text.shape[-1] - recipe.context, (size, 1), generator=generator)
+    if task == "sources":
+        source = torch.randint(len(text), (size, 1), generator=generator)
+        return text[source, starts + torch.arange(recipe.context)].long(), source
     window = text[starts + torch.arange(recipe.context + 1)].long()
     if task != "masked":
         return window[:, :-1], window[:, 1:]
@@ -98,10 +123,22 @@ def validate(model: nn.Module, text: Text, task: str, recipe: Recipe, device: st
     return statistics.fmean(losses)
 
 
+@torch.no_grad()
+def accuracy(model: nn.Module, text: Text, task: str, recipe: Recipe, device: str) -> float:
+    """Share of windows of held-out files that a classifier puts into the right class."""
+    right = 0
+    for number in range(ACCURACY_BATCHES):
+        windows, source = batch_at(
+            text.validation, task, replace(recipe, seed=10**6), VALIDATION_BATCH, number
+        )
+        right += int((model(windows.to(device)).argmax(-1) == source.to(device)).sum())
+    return right / (ACCURACY_BATCHES * VALIDATION_BATCH)
+
+
 def model_of(task: str, recipe: Recipe) -> GPT:
     """A model with the recipe's weights, in float32."""
     torch.manual_seed(recipe.seed)
-    return (Encoder if task == "masked" else GPT)(recipe)
+    return {"masked": Encoder, "sources": Classifier}.get(task, GPT)(recipe)
 
 
 def started(cell: Cell, start: Start, folder: Path, device: str) -> Path:
@@ -294,7 +331,8 @@ def train(cell: Cell, folder: Path, device: str, deadline: float) -> Record | No
     else:
         stepper = Compiled(model, recipe, strategy.made, every)
     if start := setting.start():
-        stepper.load_weights(torch.load(started(cell, start, folder, device), map_location=device))
+        known = torch.load(started(cell, start, folder, device), map_location=device)
+        stepper.load_weights({**model.state_dict(), **known})  # a head has no start
     parameters = list(model.parameters())
     curves = Curves(parameters, setting.beta2)
 
@@ -323,6 +361,11 @@ def train(cell: Cell, folder: Path, device: str, deadline: float) -> Record | No
         "parameters": sum(p.numel() for p in parameters),
         "bytes": stepper.bytes_per_parameter(),
         "loss": curves.points["loss"][-1][1],
+        **(
+            {"accuracy": accuracy(model, text, setting.task, recipe, device)}
+            if setting.task == "sources"
+            else {}
+        ),
         "v_error": curves.second_moment_error(stepper),
         "seconds": time.perf_counter() - begun_at,
         "curves": curves.points,
