@@ -559,6 +559,7 @@ def _add_plan_options(parser: argparse.ArgumentParser) -> None:
     add("--micro-batch", type=_positive, default=1, help="sequences on a GPU, for the peaks shown (1)")
     add("--reserve", type=float, default=0.06, help="share of a GPU that tensors cannot have (0.06)")
     add("--checkpointing", type=_choice(("on", "off", "both")), default="both", help="on, off or both (both)")
+    add("--squares", action="store_true", help="attention keeps its scores, as on a CPU with dropout")
     _add_optimizer(parser, required=False, dtypes=("bfloat16", "float16"))
     add("--json", action="store_true", help="print JSON; sizes are bytes")
     add("--html", type=_file, metavar="FILE", help="write an HTML page with bars")
@@ -584,6 +585,7 @@ def _plan(options: argparse.Namespace, _: list[str]) -> int:
             dtype=getattr(torch, options.dtype),
             reserve=options.reserve,
             checkpointing={"on": (True,), "off": (False,), "both": (False, True)}[options.checkpointing],
+            squares=options.squares,
         )
     print(json_of(found) if options.json else text_of(found))
     if options.html:

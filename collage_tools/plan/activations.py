@@ -3,7 +3,8 @@
 Note [What is counted]: a storage counts from the operation that returns it until the last tensor that uses it
 is gone, in bytes as requested. Parameters and gradients are there before and count elsewhere; a gradient that
 is about to be added to that of earlier micro-batches counts here. Memory that a kernel allocates and frees
-inside of an operation is not seen. Dropout keeps 2 bytes for each element, where a GPU's keeps 1.
+inside of an operation is not seen. Dropout keeps 2 bytes for each element, where a GPU's keeps 1. Fused
+attention keeps no squares; with dropout torch has none for CPUs.
 """
 
 from __future__ import annotations
@@ -65,7 +66,10 @@ def _flash(
     return result
 
 
-_flash_attention = functools.partial(Replaced, {nn.functional.scaled_dot_product_attention: _flash})
+def _attention(squares: bool) -> contextlib.AbstractContextManager[Any]:
+    """Context manager: attention is fused, or keeps its squares, as on the meta device."""
+    fused = {nn.functional.scaled_dot_product_attention: _flash}
+    return contextlib.nullcontext() if squares else Replaced(fused)
 
 
 def repeated_layers(model: nn.Module) -> list[nn.Module]:
@@ -106,11 +110,18 @@ def meta_model(source: Source, dtype: torch.dtype) -> nn.Module:
 
 
 def peak(
-    source: Source, model: nn.Module, layers: Iterable[nn.Module], micro_batch: int, sequence: int
+    source: Source,
+    model: nn.Module,
+    layers: Iterable[nn.Module],
+    micro_batch: int,
+    sequence: int,
+    *,
+    squares: bool = False,
 ) -> int:
     """Return the most bytes of activations that are alive at once in a forward and backward pass.
 
-    ``layers`` are those that keep their inputs alone, and compute the rest again in the backward pass.
+    ``layers`` are those that keep their inputs alone, and compute the rest again in the backward pass. With
+    ``squares``, attention keeps its matrices of scores.
     """
     for layer in layers:
         layer.forward = functools.partial(
@@ -118,12 +129,12 @@ def peak(
             layer.forward,
             use_reentrant=False,
             preserve_rng_state=False,
-            context_fn=lambda: (contextlib.nullcontext(), _flash_attention()),  # backward() suspends modes
+            context_fn=lambda: (contextlib.nullcontext(), _attention(squares)),  # backward() suspends modes
         )
     gradients = [p.grad for p in model.parameters() if p.grad is not None]
     found = Allocations([*model.parameters(), *model.buffers(), *gradients])
     try:
-        with _on_meta(source), found, _flash_attention():
+        with _on_meta(source), found, _attention(squares):
             source.loss(model, micro_batch, sequence).backward()
     finally:
         for layer in layers:

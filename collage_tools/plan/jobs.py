@@ -61,6 +61,7 @@ class Plan:
         dtype: dtype of parameters and gradients, bfloat16 or float16.
         reserve: share of a GPU's memory that tensors cannot have: contexts, NCCL, fragmentation.
         checkpointing: which of without (False) and with (True) activation checkpointing to plan.
+        squares: attention keeps its matrices of scores, as torch's does on a CPU with dropout.
 
     Attributes:
         count: number of elements of the parameters.
@@ -84,6 +85,7 @@ class Plan:
     dtype: torch.dtype = torch.bfloat16
     reserve: float = 0.06
     checkpointing: Sequence[bool] = (False, True)
+    squares: bool = False
 
     def __post_init__(self) -> None:
         name, positions = self.source.name, self.source.positions
@@ -101,7 +103,8 @@ class Plan:
         self.count = sum(p.numel() for p in parameters)
         self.usable = int(self.gpu * GB * (1 - self.reserve))
         ways = [each for each in self.checkpointing if layers or not each] or [False]
-        sizes = {each: partial(peak, self.source, model, layers if each else []) for each in ways}
+        counted = partial(peak, self.source, model, squares=self.squares)
+        sizes = {each: partial(counted, layers if each else []) for each in ways}
         self.activations = {each: self._measured(size) for each, size in sizes.items()}
         with FakeTensorMode():
             self.budgets = dict(self._budgets(parameters))

@@ -27,8 +27,9 @@ from collage_tools.plan.sources import Source
 from tests.support.processes import environment
 
 #: Share of the measured peak that a plan may be off by, which docs/plan.md promises. No bound: the profiler
-#: also sees memory that kernels free inside of an operation.
-WITHIN = 0.05
+#: also sees memory that kernels free inside of an operation, such as 0.06 to 0.3 MB of a bfloat16 product.
+WITHIN = 0.03
+WITHIN_OF_THE_SMALLEST = WITHIN_OF_SHARDS = 0.05
 
 FILE = """
 import torch
@@ -65,8 +66,12 @@ NEOX = {
 }
 
 
+#: With dropout in its attention, as GPT-2 has by default.
+GPT2 = {"n_embd": 128, "n_layer": 4, "n_head": 4, "vocab_size": 1000, "n_positions": 256}
+ENTRIES = {"llama": LLAMA, "gpt_neox": NEOX, "gpt2": GPT2}
+
 #: Tokens of a sequence of each model.
-TOKENS = {"llama": 128, "gpt_neox": 128, "file": 48}
+TOKENS = {"llama": 128, "gpt_neox": 128, "gpt2": 128, "file": 48}
 #: Kinds of memory on one GPU.
 KINDS = ("parameters", "gradients", "state", "activations")
 #: Micro-batch of the peaks.
@@ -85,7 +90,7 @@ def sgd(params: Any) -> torch.optim.Optimizer:
 def source_of(name: str) -> Source:
     if name != "file":
         pytest.importorskip("transformers", reason="pip install 'collage-fx[trainers]'")
-        return from_hf(name, {"llama": LLAMA, "gpt_neox": NEOX}[name])
+        return from_hf(name, ENTRIES[name])
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "blocks.py"
         path.write_text(FILE)
@@ -96,7 +101,7 @@ def source_of(name: str) -> Source:
 def plan_of(name: str, make: Any = sgd, fsdp: int = 1) -> Plan:
     """Plan a job, once in this file for all tests: explaining the budgets of Adam takes ten seconds."""
     job = functools.partial(Plan, gpu=0.01, reserve=0, sequence=TOKENS[name], micro_batch=MICRO_BATCH)
-    return job(source_of(name), make, fsdp=fsdp)
+    return job(source_of(name), make, fsdp=fsdp, squares=name == "gpt2")
 
 
 def real(source: Source) -> torch.nn.Module:
@@ -104,7 +109,9 @@ def real(source: Source) -> torch.nn.Module:
     return source.make().train().bfloat16()
 
 
-@pytest.mark.parametrize(("name", "make"), [("llama", sgd), ("gpt_neox", sgd), ("file", adamw)])
+@pytest.mark.parametrize(
+    ("name", "make"), [("llama", sgd), ("gpt_neox", sgd), ("gpt2", sgd), ("file", adamw)]
+)
 @pytest.mark.parametrize("checkpointing", [False, True])
 def test_the_peak_is_the_allocators(name: str, make: Any, checkpointing: bool) -> None:
     """Allocated by a job with fp32 masters: model, gradients, state, passes of a second micro-batch."""
@@ -130,7 +137,17 @@ def test_the_peak_is_the_allocators(name: str, make: Any, checkpointing: bool) -
 
     measured = peak_extra_memory(job, "cpu")
     planned = plan_of(name, make).table(checkpointing)["fp32 masters"]["peak"]
-    assert planned == pytest.approx(measured, rel=WITHIN)
+    assert planned == pytest.approx(measured, rel=WITHIN_OF_THE_SMALLEST if name == "file" else WITHIN)
+
+
+def test_on_a_cpu_attention_with_dropout_keeps_its_squares(command: str) -> None:
+    """Scores, their softmax and what dropout leaves of it, in each layer; ``--squares`` counts them."""
+    source = source_of("gpt2")
+    model = meta_model(source, torch.bfloat16)
+    fused, squares = (peak(source, model, [], MICRO_BATCH, 128, squares=each) for each in (False, True))
+    scores = MICRO_BATCH * GPT2["n_head"] * 128**2
+    assert squares - fused >= 3 * GPT2["n_layer"] * torch.bfloat16.itemsize * scores
+    assert main([*command.split(), "0.01", "--squares"]) == 0
 
 
 def adafactor(params: Any) -> torch.optim.Optimizer:
@@ -187,7 +204,7 @@ def test_a_sharded_model_takes_what_fsdp2_takes() -> None:
     done = subprocess.run(command, env=environment(), capture_output=True, text=True, check=True)
     shards, beyond = map(int, done.stdout.split())
     assert row["parameters"] + row["gradients"] == shards
-    assert row["peak"] - row["state"] == pytest.approx(shards + beyond, rel=WITHIN)
+    assert row["peak"] - row["state"] == pytest.approx(shards + beyond, rel=WITHIN_OF_SHARDS)
     whole = plan_of("llama").budgets["default"]["state"]
     assert row["state"] == pytest.approx(whole / 8, rel=0.01)  # the last rows of some shards are padded
 
