@@ -15,7 +15,7 @@ from torch.fx import Graph, GraphModule
 from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer
 from torch.overrides import TorchFunctionMode
 
-from collage_fx import CollageBackend, error_terms, full_value
+from collage_fx import CollageBackend, error_terms, full_value, install
 from collage_fx.capture.recording import is_recorded
 from collage_fx.errors import UncompensatedParameterError, UnsupportedOptimizerError
 from collage_fx.torch_compat import trace_unfused
@@ -223,6 +223,37 @@ def test_gradients_are_divided_by_the_scale_in_float32() -> None:
     compiled(optimizer)()
     assert torch.equal(full_value(p), torch.full((3,), 1 - 2.0**-16, dtype=torch.float64))
     assert torch.equal(p.grad, torch.zeros_like(p))
+
+
+@pytest.mark.parametrize("way", ["eager", "fused", "float32 gradients"])
+def test_float16_parameters_need_a_fused_step_or_float32_gradients_under_a_scaler(way: str) -> None:
+    """Torch's scaler refuses float16 gradients that it has to divide itself, installed or not."""
+    torch.manual_seed(0)
+    model = torch.nn.Linear(8, 8).half()
+    for p in model.parameters() if way == "float32 gradients" else ():
+        p.grad_dtype = torch.float32
+    optimizer = install(AdamW(model.parameters(), lr=1e-3, eps=1e-4, fused=way == "fused"))
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
+
+    def step(*, overflowing: bool = False) -> Tensor:
+        before = full_value(model.weight)
+        optimizer.zero_grad()
+        scaler.scale(model(torch.ones(2, 8).half()).float().mean()).backward()
+        assert model.weight.grad is not None
+        if overflowing:
+            model.weight.grad[0, 0] = float("inf")
+        scaler.step(optimizer)
+        scaler.update()
+        return (full_value(model.weight) - before).abs()
+
+    if way == "eager":
+        with pytest.raises(ValueError, match="Attempting to unscale FP16 gradients"):
+            step()
+        return
+    assert step().min() > 5e-4
+    assert step(overflowing=True).max() == 0
+    assert scaler.get_scale() == 2.0**9
+    assert step().min() > 5e-4
 
 
 def test_a_scaler_that_has_unscaled_the_gradients_itself() -> None:
