@@ -56,13 +56,11 @@ OPTIMIZERS: dict[str, dict[str, Any]] = {
     "torch.optim.Muon": {},
     "lion_pytorch.Lion": {},
     "schedulefree.AdamWScheduleFree": {},
-    "torch_optimizer.Yogi": {},
     "pytorch_optimizer.Adai": {"weight_decouple": True},
-    "pytorch_optimizer.Adan": {"weight_decouple": True},
     "pytorch_optimizer.CAME": {"weight_decouple": True},
     "pytorch_optimizer.Tiger": {"weight_decouple": True},
 }
-RATES_OF_LONG_RUNS, RATES_BY_NAME = (1e-6, 3e-6, 1e-5), (1e-6, 1e-5)
+RATES_OF_LONG_RUNS = RATES_BY_NAME = (1e-6, 1e-5)
 
 #: Weights -> their optimizer.
 Make = Callable[[list[torch.nn.Parameter]], Optimizer]
