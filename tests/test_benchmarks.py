@@ -15,7 +15,7 @@ import torch
 from torch.torch_version import TorchVersion
 
 import collage_fx
-from benchmarks import comparison, few_bytes
+from benchmarks import comparison, edits, few_bytes
 from benchmarks.__main__ import main, opened, parse_arguments, stages
 from benchmarks.beyond_fp32 import off
 from benchmarks.by_hand import BETAS, EPS, LR, WEIGHT_DECAY, EagerCollage, KahanAdamW
@@ -310,3 +310,43 @@ def test_few_bytes_are_those_of_the_formats(monkeypatch: pytest.MonkeyPatch) -> 
     count = 2 * 4 / math.prod(few_bytes.SHAPE)  # the weights' and the momentum's count of steps, for dither
     assert held == pytest.approx(3 + momentum + count)
     assert off(way, exact) < off(plain, exact)
+
+
+def test_an_edit_in_place_loses_what_assign_keeps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A factor of 0.999 is less than half a unit in the last place of many bfloat16 numbers."""
+    monkeypatch.setattr(edits, "STEPS", 20)
+    edit = edits.EDITS["QK-clip, `w * 0.999`"]
+    exact = edits.moved(edit, torch.float64, installed=False, assigns=False)
+    in_place, assigned = (
+        off(edits.moved(edit, torch.bfloat16, installed=True, assigns=each), exact) for each in (False, True)
+    )
+    assert in_place > 0.1 > 0.01 > assigned
+
+
+def test_products_are_of_nvfp4_and_fp8() -> None:
+    """Values of the format stay, others go to a neighbour, and those at random are right on average."""
+    narrow = pytest.importorskip("benchmarks.narrow_products", reason="pip install 'collage-fx[examples]'")
+    values = torch.cat([narrow.E2M1, -narrow.E2M1]).repeat(2, 1)
+    for rounding in (narrow.nvfp4, narrow.nvfp4_stochastic):
+        assert torch.equal(rounding(values), values)
+    torch.manual_seed(0)
+    x = torch.randn(64, 64)
+    largest = x.unflatten(-1, (-1, narrow.BLOCK)).abs().amax(-1, keepdim=True)
+    half_a_step = largest / 6 * (1 + 2**-4)  # numbers of e2m1 are 2 apart at most, its scale has 4 bits
+    error = (narrow.nvfp4(x) - x).unflatten(-1, (-1, narrow.BLOCK)).abs()
+    assert (error <= half_a_step).all()
+    draws = torch.stack([narrow.nvfp4_stochastic(x) for _ in range(400)])
+    # a rounding is off by one step at most, whose mean of 400 has a deviation of a fortieth
+    bias = (draws.mean(0) - x).unflatten(-1, (-1, narrow.BLOCK)).abs() / (2 * half_a_step)
+    assert (bias < 6 / 40 + (x.unflatten(-1, (-1, narrow.BLOCK)).abs() > largest * (1 - 2**-4))).all()
+
+    layer = torch.nn.Linear(16, 16, bias=False)
+    inputs = torch.randn(4, 16, requires_grad=True)
+    with narrow.NarrowProducts(narrow.e4m3, narrow.e5m2):
+        outputs = layer(inputs)
+    gradient = torch.randn(4, 16)
+    outputs.backward(gradient)
+    factors = narrow.e4m3(inputs.detach()), narrow.e4m3(layer.weight.detach())
+    assert torch.equal(outputs, factors[0] @ factors[1].T)
+    torch.testing.assert_close(layer.weight.grad, narrow.e5m2(gradient).T @ factors[0])
+    torch.testing.assert_close(inputs.grad, narrow.e5m2(gradient) @ factors[1])
