@@ -133,6 +133,7 @@ STEPS: dict[str, Callable[..., Any]] = {
     "divided": lambda v, g: v.div_(1.001).add_(g, alpha=1e-3),
     "subtracted from": lambda v, g: v.copy_(g * 1e-3 - v).neg_(),
     "reshaped on the way": lambda v, g: v.copy_((v.view(2, -1) * 0.999).view(-1) + g * 1e-3),
+    "in pieces on the way": lambda v, g: v.copy_(torch.cat(v.split([24, 40])) + g * 1e-3),
     "wide update": lambda v, g: v.add_(g.float().mul(1e-3).to(v.dtype)),
     "number added": lambda v, g: v.add_(1e-3),
     "padded on the way": lambda v, g: v.copy_(pad(v, (0, 1), value=1.0)[:-1] + g * 1e-3),
