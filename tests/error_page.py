@@ -348,7 +348,7 @@ EXAMPLES: dict[type[errors.CollageError], tuple[Example, ...]] = {
             info = InputInfo("weight", "p", Role.PARAMETER, p, bound=True)
             binding = bind(0, info, ERROR_FORMATS["exact"], reads=False)
             step = CompensatedStep(print, [binding])
-            del p
+            del p, info
             step([])
             """,
         ),
@@ -536,8 +536,9 @@ EXAMPLES: dict[type[errors.CollageError], tuple[Example, ...]] = {
 
                 def run(self, program):
                     graph = program.gm.graph
-                    with graph.inserting_before(graph.output_node()):
-                        graph.call_function(torch.ops.aten.neg.default, (next(iter(graph.nodes)),))
+                    (store,) = graph.find_nodes(op="call_function", target=torch.ops.aten.copy_.default)
+                    with graph.inserting_before(store):
+                        store.update_arg(1, graph.call_function(torch.ops.aten.neg.default, store.args[1:]))
                     return ""
 
 
