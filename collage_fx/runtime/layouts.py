@@ -72,8 +72,12 @@ class Expected:
 
     def _holds(self, dtype: torch.dtype) -> bool:
         """Return whether the code can read the numbers of a dtype: its own, or exact copies in its own."""
-        is_copied = self.is_only_read and dtype.is_floating_point
-        return dtype is self.dtype or (is_copied and torch.promote_types(dtype, self.dtype) is self.dtype)
+        are_floats = dtype.is_floating_point and self.dtype.is_floating_point
+        if dtype is self.dtype or not (self.is_only_read and are_floats):
+            return dtype is self.dtype
+        given, own = torch.finfo(dtype), torch.finfo(self.dtype)
+        least = given.tiny * given.eps >= own.tiny * own.eps
+        return least and given.eps >= own.eps and given.max <= own.max
 
     def _has_layout_of(self, tensor: Tensor) -> bool:
         """Return whether size and strides are as expected, ignoring strides of dimensions of one element."""

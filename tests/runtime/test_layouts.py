@@ -161,6 +161,9 @@ HOLDS = {
     (torch.float32, torch.bfloat16): False,
     (torch.float16, torch.bfloat16): False,
     (torch.bfloat16, torch.float16): False,
+    (torch.float8_e4m3fn, torch.bfloat16): True,  # has no common dtype with others
+    (torch.float8_e5m2, torch.float16): True,
+    (torch.bfloat16, torch.float8_e5m2): False,
     (torch.int8, torch.float32): False,  # no dtype of gradients
 }
 
