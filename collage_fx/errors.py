@@ -16,11 +16,15 @@ the compiled step, without the frames of Dynamo and of this package, unless ``TO
 from __future__ import annotations
 
 import inspect
+import os
 import traceback
 import warnings
 from typing import Any
 
 from collage_fx.torch_compat import Refused, records
+
+#: Folder of the library, whose statements are not the optimizer's.
+_FOLDER = os.path.join(os.path.dirname(__file__), "")
 
 #: Packages whose lines a warning does not name.
 _INNER = ("collage_fx", "torch", "contextlib", "functools")
@@ -54,7 +58,9 @@ class CollageError(Refused, RuntimeError):
     def located(self, text: str, statement: str) -> str:
         """Return the message, with the statement of the optimizer if Dynamo was tracing it."""
         location = statement.partition(" in ")[0]
-        return self._text_with(f"{self.where}, at {statement}") if location not in self.where else text
+        if location in self.where or location.startswith(_FOLDER):
+            return text
+        return self._text_with(f"{self.where}, at {statement}")
 
 
 class InvalidOptionError(CollageError, ValueError):

@@ -45,9 +45,8 @@ from tests.support.training import (
     set_gradients,
 )
 
-REGISTERED = any(
-    entry.name == "collage" for entry in importlib.metadata.entry_points(group="torch_dynamo_backends")
-)
+NAMES = ("collage", "collage_fx")
+REGISTERED = importlib.metadata.entry_points(group="torch_dynamo_backends").names >= {*NAMES}
 needs_entry_point = pytest.mark.skipif(
     not REGISTERED, reason="collage-fx is not installed here, so its entry point is not registered"
 )
@@ -99,13 +98,12 @@ def test_one_backend_for_each_choice_of_options() -> None:
 
 
 @needs_entry_point
-def test_found_by_name_with_options() -> None:
-    assert "collage" in torch._dynamo.list_backends()
+@pytest.mark.parametrize("name", NAMES)
+def test_found_by_name_with_options(name: str) -> None:
+    assert name in torch._dynamo.list_backends()
     (p,) = params = parameters(shapes=[(3,)])
     optimizer = Descent(params)
-    step = torch.compile(
-        optimizer.step, backend="collage", options={"error_format": "fp32", "strategy": "light"}
-    )
+    step = torch.compile(optimizer.step, backend=name, options={"error_format": "fp32", "strategy": "light"})
     run_steps(step, params, [0])
     assert error_terms(p)[0].dtype is torch.float32
     assert backend_for(strategy="light", error_format="fp32").report().tensors[-1].compensated

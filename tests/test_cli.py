@@ -109,7 +109,7 @@ def test_kernels_are_those_of_a_compiled_step(capsys: pytest.CaptureFixture[str]
         ("explain --optimizer SGD --state block8 --arithmetic native", 2, "CFX001"),
         ("audit --optimizer SGD --dtype float32", 2, "it needs no compensation"),
         ("audit --optimizer SGD --steps 1", 2, "steps=1 is not allowed"),
-        ("explain --optimizer LBFGS", 1, "what to do"),
+        ("explain --optimizer LBFGS", 1, "where: LBFGS.step\n"),
         ("explain --optimizer torch.optim.adamw", 2, "did you mean AdamW?"),
         ("explain --optimiser SGD", 2, "explain has no option '--optimiser'; did you mean --optimizer?"),
         ("explain torch.optim.SGD", 2, "takes its optimizer by an option: --optimizer torch.optim.SGD"),
