@@ -118,6 +118,13 @@ def test_wrong_options_by_name_reach_the_user_as_value_errors(options: dict[str,
         torch.compile(Descent(params).step, backend="collage", options=options)()
 
 
+def test_a_mode_that_does_not_exist_is_refused_with_those_that_do() -> None:
+    params = parameters(shapes=[(3,)])
+    set_gradients(params)
+    with pytest.raises(ValueError, match=r"mode='fastest'[^\n]*\n.*\n.*'default', 'reduce-overhead'"):
+        torch.compile(Descent(params).step, backend=CollageBackend(), mode="fastest")()
+
+
 def test_options_beside_a_backend_object_are_refused() -> None:
     params = parameters(shapes=[(3,)])
     set_gradients(params)
