@@ -365,6 +365,9 @@ class Compilation:
         decisions = decisions_by(families.own_numbers)
         with torch.no_grad():
             self._trace(families.module, families.arguments, inner_compile, families.symbols_left_out)
+        # The module stays for a while: what it holds would seem to be held by the program.
+        families.module._parameters.clear()
+        families.module._buffers.clear()
         return None if decisions_by(families.own_numbers) > decisions else made
 
     def _whole(self, not_by_family: Reason) -> Callable[..., Any]:

@@ -489,9 +489,11 @@ class _Search:
 def _may_be_elementwise(nodes: Sequence[Node]) -> bool:
     """Return whether all values of a component, but scalars, have one shape, and none is returned."""
     values = [node.meta.get("example_value") for node in nodes]
-    shapes = {value.shape for value in values if isinstance(value, Tensor) and value.dim()}
+    shapes = [value.shape for value in values if isinstance(value, Tensor) and value.dim()]
+    if any(type(size) is not int for shape in shapes for size in shape):
+        return False
     is_returned = any(user.op == "output" for node in nodes for user in node.users)
-    return len(shapes) == 1 and not is_returned
+    return len({*shapes}) == 1 and not is_returned
 
 
 def _is_tensor(node: Node) -> bool:

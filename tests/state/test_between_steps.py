@@ -188,6 +188,16 @@ def test_a_backup_that_is_kept_by_reference_does_not_change() -> None:
             assert error_terms(optimizer.state[p]["exp_avg_sq"])[0].any()
 
 
+def test_of_modules_dynamos_alone_holds_state_after_a_compilation() -> None:
+    """Another is freed at any time; by the number of references, the program would seem to keep no backup."""
+    params = parameters(shapes=SHAPES)
+    optimizer = adamw(params)
+    run_steps(compiled(optimizer), params, range(3))
+    for state in optimizer.state.values():
+        holders = [each for each in gc.get_referrers(state["step"]) if isinstance(each, dict)]
+        assert len([each for each in holders if each is not state]) == 1
+
+
 @pytest.mark.parametrize("name", ["exp_avg", "exp_avg_sq", "step"])
 def test_a_backup_of_one_tensor_does_not_change(name: str) -> None:
     params = parameters(shapes=SHAPES)
