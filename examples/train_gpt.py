@@ -554,7 +554,7 @@ def draw_panel(runs: Sequence[Run], path: Path) -> None:
         end = run.curve[-1][0]
         axes.text(end, place, label.format(run.loss), fontsize=14, color=colour, ha="right", va="center")
     axes.set_ylim(min(low, place - height), high)
-    axes.set_title("Validation loss of a small GPT, by step", fontsize=15)
+    axes.set_title("Validation loss in nats per byte, by step", fontsize=15)
     axes.tick_params(labelsize=13)
     axes.grid(alpha=0.3)
     for side in ("top", "right"):
