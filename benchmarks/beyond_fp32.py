@@ -207,7 +207,7 @@ WITH_MOMENTS: dict[str, Callable[..., Optimizer]] = {
     "SGD, Nesterov": partial(torch.optim.SGD, momentum=0.9, nesterov=True),
 }
 
-#: Those that the table leaves out, because their rows are others' to the last digit or nearly so.
+#: Rows that the table leaves out, because they are others' to the last digit or nearly so.
 LIKE_OTHERS = ("AdamW, foreach", "SGD, Nesterov")
 
 

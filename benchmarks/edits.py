@@ -19,7 +19,7 @@ from collage_fx import assign, full_value, install
 PLACE = place("between-steps.md", "edits")
 SHAPE, SPREAD, STEPS, RATE = (64, 128), 0.02, 300, 1e-4
 
-#: What a program makes of a weight after each step. QK-clip multiplies by the root of a factor below 1.
+#: Edits of a weight after each step. QK-clip multiplies by the root of a factor below 1.
 EDITS: dict[str, Callable[[Tensor], Tensor]] = {
     "QK-clip, `w * 0.999`": lambda w: w * 0.999,
     "`w.clamp(-0.04, 0.04)`": lambda w: w.clamp(-0.04, 0.04),

@@ -31,7 +31,7 @@ def adamw(*groups: dict[str, object]) -> torch.optim.Optimizer:
     return install(torch.optim.AdamW(groups))
 
 
-#: What is timed: its name, and a function that makes the optimizers.
+#: Cases that are timed, by name: functions that make the optimizers.
 CASES: dict[str, Callable[[], Sequence[torch.optim.Optimizer]]] = {
     "six tensors": lambda: [adamw(group(LAYER))],
     "100 shapes": lambda: [adamw(group((8 + i, 16) for i in range(100)))],

@@ -363,11 +363,12 @@ class Compilation:
             return _never_called
 
         decisions = decisions_by(families.own_numbers)
-        with torch.no_grad():
-            self._trace(families.module, families.arguments, inner_compile, families.symbols_left_out)
-        # The module stays for a while: what it holds would seem to be held by the program.
-        families.module._parameters.clear()
-        families.module._buffers.clear()
+        try:
+            with torch.no_grad():
+                self._trace(families.module, families.arguments, inner_compile, families.symbols_left_out)
+        finally:  # the module stays for a while: what it holds would seem to be held by the program
+            families.module._parameters.clear()
+            families.module._buffers.clear()
         return None if decisions_by(families.own_numbers) > decisions else made
 
     def _whole(self, not_by_family: Reason) -> Callable[..., Any]:
@@ -936,8 +937,8 @@ class Compilation:
         for state in program.states:
             if state.info.role is Role.NEW:
                 continue
+            row = tensor_report(state)
             of_shape = functools.cache(partial(tensor_report, state))
-            row = of_shape(None)
             suffixes = [name.removeprefix(state.placeholder.name) for name in row.inputs]
             owner = repetition.owners[state.position]
             symbols = [
@@ -949,7 +950,7 @@ class Compilation:
             for member, (index, value) in enumerate(repetition.copies_of(state.position, state.value)):
                 hi = state.placeholder.name if repetition.is_whole else input_name(index)
                 inputs = tuple(hi + each for each in suffixes)
-                own = of_shape(None if repetition.is_whole else value.shape)
+                own = row if value is state.value else of_shape(value.shape)
                 own = own.with_symbols({each[0]: each[member] for each in own_numbers})
                 rows.append(replace(own, name=infos[index].name, inputs=inputs))
         rank = {entry.name: i for i, entry in enumerate(self.known.values())}

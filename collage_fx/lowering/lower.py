@@ -192,7 +192,8 @@ def _expected(program: StepProgram, *, all_layouts: bool) -> tuple[list[Expected
     }
     given: list[Expected] = []
     added: list[Expected] = []
-    for index, (node, value) in sorted(values.items(), key=lambda each: each[0]):
+    for index in sorted(values):
+        node, value = values[index]
         info = program.infos[index] if index < len(program.infos) else ERROR_TERM
         piece = None if info.tensor is None else local_tensor(info.tensor)
         like = value if all_layouts else piece

@@ -72,12 +72,13 @@ class Expected:
 
     def _holds(self, dtype: torch.dtype) -> bool:
         """Return whether the code can read the numbers of a dtype: its own, or exact copies in its own."""
-        are_floats = dtype.is_floating_point and self.dtype.is_floating_point
-        if dtype is self.dtype or not (self.is_only_read and are_floats):
-            return dtype is self.dtype
+        if dtype is self.dtype:
+            return True
+        if not (self.is_only_read and dtype.is_floating_point and self.dtype.is_floating_point):
+            return False
         given, own = torch.finfo(dtype), torch.finfo(self.dtype)
-        least = given.tiny * given.eps >= own.tiny * own.eps
-        return least and given.eps >= own.eps and given.max <= own.max
+        has_subnormals = own.tiny * own.eps <= given.tiny * given.eps
+        return has_subnormals and own.eps <= given.eps and given.max <= own.max
 
     def _has_layout_of(self, tensor: Tensor) -> bool:
         """Return whether size and strides are as expected, ignoring strides of dimensions of one element."""
