@@ -10,21 +10,20 @@ from __future__ import annotations
 
 import argparse
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
+from benchmarks.peers import make_gradients, make_parameters
 from collage_fx import install
 
 #: Shapes of a layer.
 LAYER = ((16, 16), (16, 64), (64,), (16,), (16,), (64, 16))
 
 
-def group(shapes: Iterable[Sequence[int]], lr: float = 1e-3) -> dict[str, object]:
-    parameters = [torch.nn.Parameter(torch.randn(*shape).bfloat16()) for shape in shapes]
-    for p in parameters:
-        p.grad = torch.randn_like(p)
-    return {"params": parameters, "lr": lr}
+def group(shapes: Sequence[tuple[int, ...]], lr: float = 1e-3) -> dict[str, object]:
+    gradients = make_gradients(shapes, torch.bfloat16, "cpu")
+    return {"params": make_parameters(shapes, torch.bfloat16, "cpu", gradients), "lr": lr}
 
 
 def adamw(*groups: dict[str, object]) -> torch.optim.Optimizer:
@@ -34,7 +33,7 @@ def adamw(*groups: dict[str, object]) -> torch.optim.Optimizer:
 #: Cases that are timed, by name: functions that make the optimizers.
 CASES: dict[str, Callable[[], Sequence[torch.optim.Optimizer]]] = {
     "six tensors": lambda: [adamw(group(LAYER))],
-    "100 shapes": lambda: [adamw(group((8 + i, 16) for i in range(100)))],
+    "100 shapes": lambda: [adamw(group([(8 + i, 16) for i in range(100)]))],
     "60 groups": lambda: [adamw(*(group(LAYER, 1e-3 * (1 + i)) for i in range(60)))],
     "20 optimizers": lambda: [adamw(group(LAYER)) for _ in range(20)],
     "2,000 tensors": lambda: [adamw(group([(16, 16)] * 2000))],
