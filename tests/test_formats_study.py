@@ -14,6 +14,9 @@ from torch import Tensor
 pytest.importorskip("matplotlib")
 pytest.importorskip("tqdm")
 
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.text import Annotation, Text
+
 from benchmarks.formats.__main__ import main
 from benchmarks.formats.asked import ASKED, Asked, hard, off, row
 from benchmarks.formats.encodings import (
@@ -25,7 +28,7 @@ from benchmarks.formats.encodings import (
     StaticScale,
     dither,
 )
-from benchmarks.formats.page import page, undominated
+from benchmarks.formats.page import drawing, page, undominated
 from benchmarks.formats.peers import (
     SOURCES,
     BlockFloat8,
@@ -97,6 +100,29 @@ def test_the_page_is_that_of_the_results() -> None:
     results = json.loads((root / "benchmarks" / "results" / "formats" / "results.json").read_text())
     shown = (root / "docs" / "formats.md").read_text()
     assert page(results, "formats.svg") == shown, "./dev formats writes it"
+
+
+def test_names_in_the_picture_are_clear_of_points_lines_and_each_other() -> None:
+    root = Path(__file__).parents[1]
+    results = json.loads((root / "benchmarks" / "results" / "formats" / "results.json").read_text())
+    figure = drawing(results)
+    FigureCanvasAgg(figure).draw()
+    for axes in figure.axes:
+        names = [each for each in axes.texts if isinstance(each, Annotation)]
+        assert len(names) == len(results["states"])
+        boxes = [Text.get_window_extent(each).padded(-1) for each in names]  # without the box's margin
+        points = axes.transData.transform([each.xy for each in names])
+        for name, box in zip(names, boxes, strict=True):
+            assert not [
+                each.get_text()
+                for each, other in zip(names, boxes, strict=True)
+                if each is not name and box.overlaps(other)
+            ], name.get_text()
+            assert box.count_contains(points) == 0, name.get_text()
+            for other in names:
+                if other is not name and other.arrow_patch:
+                    line = other.arrow_patch.get_transform().transform_path(other.arrow_patch.get_path())
+                    assert not line.intersects_bbox(box, filled=False), (other.get_text(), name.get_text())
 
 
 @pytest.mark.prose

@@ -13,6 +13,7 @@ from matplotlib.figure import Figure
 
 from benchmarks.formats import asked
 from benchmarks.formats.asked import ASKED, HIGH, LOW, Results, score
+from benchmarks.formats.labels import leader, placed
 from benchmarks.formats.peers import SOURCES
 from benchmarks.formats.rows import CANDIDATE, OURS, TORCH
 from benchmarks.table import markdown
@@ -24,6 +25,9 @@ LEFT_OUT = "lr 1e-3"
 
 #: Okabe-Ito, for colour-blind readers.
 COLOURS = {OURS: "#0072B2", TORCH: "#000000", PEER: "#D55E00"}
+
+#: Ends of the axis of bytes.
+XMIN, XMAX = 3.5, 15.8
 
 INTRODUCTION = """\
 # Storage formats, measured
@@ -233,6 +237,12 @@ def _lengths(results: Results) -> str:
 
 
 def picture(results: Results, path: Path) -> None:
+    """Write the picture of a run to a file."""
+    with matplotlib.rc_context({"svg.hashsalt": "formats", "svg.fonttype": "none"}):
+        drawing(results).savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None)
+
+
+def drawing(results: Results) -> Figure:
     """Error against bytes on both traces, one point a row, at the higher beta2."""
     figure = Figure(figsize=(10, 15), layout="constrained")
     rows = results["states"]
@@ -242,63 +252,45 @@ def picture(results: Results, path: Path) -> None:
             places = [(row["bytes"], score(row[trace], HIGH)) for row in of]
             axes.scatter(*zip(*places, strict=True), color=colour, label=whose, s=24)
         _label(axes, rows, trace)
-        axes.set(yscale="log", xlabel="bytes a parameter", xlim=(3.5, 15.8))
+        axes.set(yscale="log", xlabel="bytes a parameter", xlim=(XMIN, XMAX))
         axes.set_title(f"{trace} gradients, beta2 = {results['beta2s'][HIGH]}")
         axes.grid(alpha=0.3)
         axes.set_ylabel("error of the displacement, geometric mean")
     figure.axes[0].legend(loc="lower left", fontsize=10)
-    with matplotlib.rc_context({"svg.hashsalt": "formats", "svg.fonttype": "none"}):
-        figure.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None)
+    return figure
 
 
 def _label(axes: Any, rows: Sequence[dict[str, Any]], trace: str) -> None:
-    """Write names beside points, in bold if starred: at the nearest place that covers none and no name."""
+    """Write names beside points, in bold if starred: clear of points, names and lines."""
     scores = {row["name"]: score(row[trace], HIGH) for row in rows}
     front = undominated(rows, trace, HIGH)
-    line, character, gap = math.log(max(scores.values()) / min(scores.values())) / 42, 0.125, 0.12
-    # Left, right and height of what is not to be covered: the points, then also names.
-    taken = [(row["bytes"] - 0.05, row["bytes"] + 0.05, math.log(scores[row["name"]])) for row in rows]
-    heights = [height for _, _, height in taken]
-    for row in sorted(rows, key=lambda row: -scores[row["name"]]):
-        name, height = row["name"], math.log(scores[row["name"]])
-        length = character * len(name)
-        right, left = row["bytes"] + gap, row["bytes"] - gap - length
-        places = [
-            (start, height + lines * line)
-            for distance in range(20)
-            for lines in sorted({-distance, distance})
-            for start in (right, left)
-            if start > 3.5
-        ]
-        start, y = next(
-            (start, y)
-            for start, y in places
-            if not any(
-                first < start + length and start < last and abs(y - middle) < 0.95 * line
-                for first, last, middle in taken
-            )
-        )
-        taken.append((start, start + length, y))
-        heights.append(y)
+    line, character = math.log(max(scores.values()) / min(scores.values())) / 42, 0.115
+    points = {row["name"]: (row["bytes"], math.log(scores[row["name"]]) / line) for row in rows}
+    places = placed(points, {name: character * len(name) for name in points}, XMIN)
+    for row in rows:
+        name, place = row["name"], places[row["name"]]
         whose = PEER if row["whose"] in SOURCES else row["whose"]
-        is_right = start == right
-        leader: dict[str, Any] = {
-            "arrowstyle": "-",
-            "color": COLOURS[whose],
-            "linewidth": 0.5,
-            "shrinkA": 0,
-            "shrinkB": 2,
-        }
-        leader["relpos"] = (0 if is_right else 1, 0.5)
         axes.annotate(
             name,
             (row["bytes"], scores[name]),
-            (start if is_right else start + length, math.exp(y)),
+            (place.end, math.exp(place.y * line)),
             fontsize=9.5,
             weight="bold" if name in front else "normal",
             color=COLOURS[whose],
-            ha="left" if is_right else "right",
+            ha="left" if place.is_right else "right",
             va="center",
-            arrowprops=leader if abs(y - height) > line / 2 else None,
+            # White, so that lines of the grid end at names.
+            bbox={"boxstyle": "square,pad=0.05", "facecolor": "white", "edgecolor": "none"},
+            arrowprops={
+                "arrowstyle": "-",
+                "color": COLOURS[whose],
+                "linewidth": 0.5,
+                "shrinkA": 0,
+                "shrinkB": 2,
+                "relpos": (0 if place.is_right else 1, 0.5),
+            }
+            if leader(points[name], place)
+            else None,
         )
-    axes.set_ylim(math.exp(min(heights) - 2 * line), math.exp(max(heights) + 2 * line))
+    ends = [y for _, y in points.values()] + [place.y for place in places.values()]
+    axes.set_ylim(math.exp((min(ends) - 2) * line), math.exp((max(ends) + 2) * line))
