@@ -138,7 +138,6 @@ def bytes_in_tables() -> list[tuple[str, str, float]]:
             r"\| `(none|light|plus|full)` \|[^|]*\| (\d+) \|",
             r"\| `(state=[^`]*)` \| ([\d.]+) \|",
         ),
-        "options.md": (r"\| `\"(none|light|plus|full)\"` \|[^|]*\| (\d+) \|",),
         "choosing.md": (r"\| [^|]+ \| `([^`]+)` \| ([\d.]+) \|",),
     }
     found = []
@@ -201,6 +200,24 @@ def test_the_short_table_of_small_learning_rates_is_that_of_the_long_ones() -> N
         for name in ("here, bfloat16, `plus`", "float32, or float32 masters")
     )
     assert f"lr 3e-6 | {ours[4].strip()} | {masters[4].strip()} |" in text
+
+
+@pytest.mark.parametrize("state", ["bf16", "block16", "block8"])
+def test_the_first_table_of_float32_parameters_is_that_of_the_measured_ones(state: str) -> None:
+    first, measured = (DOCS / "float32.md").read_text().split("## Measured")
+    rows = [
+        [cell.strip() for cell in line.split("|")[1:-1]]
+        for line in measured.splitlines()
+        if line.startswith(f'| `state="{state}"` ')
+    ]
+    errors, losses, times = rows
+    _, _, *counts, _ = next(line for line in first.splitlines() if line.startswith(f'| `"{state}"` ')).split(
+        " | "
+    )
+    assert counts == [errors[1], errors[2], times[1]]
+    said = re.search(r"within ([\d.]+) of float32's", first)
+    assert said
+    assert abs(float(losses[-1].split()[0])) <= float(said[1])
 
 
 @pytest.mark.parametrize(("question", "answer"), QUESTIONS.items())
