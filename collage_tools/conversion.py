@@ -6,6 +6,7 @@ nothing; :func:`collage_fx.convert` converts them, and the checkpoint is written
 
 from __future__ import annotations
 
+import re
 import runpy
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -89,7 +90,18 @@ def convert_checkpoint(
     weights = {name: tensor.detach() for name, tensor in model.state_dict().items()}
     others = {key: each for key, each in found.optimizer.items() if not key.startswith(OURS)}
     found.save({**found.model, **weights}, {**others, **saved}, target)
+    if (config := target / "config.json").is_file():
+        config.write_text(_with_dtype(config.read_text("utf-8"), dtype), "utf-8")
     return done
+
+
+def _with_dtype(config: str, dtype: torch.dtype) -> str:
+    """Return a model's config of transformers, which ``from_pretrained`` loads in the dtype that it names.
+
+    Dtypes other than float32 and bfloat16 stay, and so does all other text.
+    """
+    name = str(dtype).removeprefix("torch.")
+    return re.sub(r'("(?:torch_)?dtype"\s*:\s*)"(?:float32|bfloat16)"', rf'\1"{name}"', config)
 
 
 # forms of a checkpoint --------------------------------------------------------------------------------------

@@ -112,6 +112,25 @@ def test_a_folder_of_accelerate_there_and_back(*, is_safetensors: bool, tmp_path
     assert _is_same(resumed.values(), job.values())
 
 
+def test_the_config_of_transformers_names_the_new_dtype(tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers", reason="pip install 'collage-fx[trainers]'")
+    config = transformers.GPT2Config(n_layer=1, n_head=2, n_embd=32, vocab_size=64, n_positions=16)
+    model = transformers.GPT2LMHeadModel(config)
+    optimizer = torch.optim.AdamW(model.named_parameters(), lr=1e-3)
+    model(torch.arange(8)[None], labels=torch.arange(8)[None]).loss.backward()
+    optimizer.step()
+    files = [tmp_path / name for name in ("in", "between", "out")]
+    model.save_pretrained(files[0])
+    torch.save(optimizer.state_dict(), files[0] / "optimizer.pt")
+    for source, target, dtype in zip(files[:2], files[1:], (torch.bfloat16, torch.float32), strict=True):
+        convert_checkpoint(source, target, dtype)
+        loaded = transformers.GPT2LMHeadModel.from_pretrained(target, dtype="auto")
+        assert {each.dtype for each in loaded.parameters()} == {dtype}
+        assert loaded.config.dtype is dtype
+    before, after = ((each / "config.json").read_text() for each in (files[0], files[2]))
+    assert after == before
+
+
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 def test_a_folder_of_distributed_checkpoint_becomes_a_file(tmp_path: Path) -> None:
     job = _trained()
