@@ -175,6 +175,22 @@ def test_wandb_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert summary["train/collage/bytes_per_parameter"] == bytes_of(trainer.optimizer)
 
 
+def test_mlflow_in_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    mlflow = pytest.importorskip("mlflow", reason="pip install mlflow")
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{tmp_path}/mlflow.db")
+    monkeypatch.setenv("HF_MLFLOW_LOG_ARTIFACTS", "0")
+    trainer, callback = train(tmp_path, report_to=["mlflow"])
+    run = mlflow.last_active_run().info.run_id
+    mlflow.end_run()
+    client = mlflow.MlflowClient()
+    names = ("edq_ratio", "lost_share", "bytes_per_parameter")
+    found: dict[int, dict[str, float]] = {}
+    for name in (f"collage/{each}" for each in names):
+        for metric in client.get_metric_history(run, name):
+            found.setdefault(metric.step, {})[name] = metric.value
+    assert_right(found, callback.backend, bytes_of(trainer.optimizer))
+
+
 # -- Lightning
 
 
