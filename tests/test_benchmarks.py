@@ -323,6 +323,27 @@ def test_an_edit_in_place_loses_what_assign_keeps(monkeypatch: pytest.MonkeyPatc
     assert in_place > 0.1 > 0.01 > assigned
 
 
+def test_layers_of_munit_scaling_have_unit_variance_and_static_scales() -> None:
+    munit = pytest.importorskip("benchmarks.munit_scaling", reason="pip install 'collage-fx[examples]'")
+    torch.manual_seed(0)
+    recipe = munit.Recipe(width=256, layers=1, heads=4)
+    made = munit.layers(recipe, None)
+    text = torch.randint(munit.VOCABULARY, (8, 32))
+    embedding, layer, norm, head = made
+    x = embedding(text)
+    # standard deviations of samples of 2**16 and more: within six of their own, 2**-8.5
+    for found in (embedding.weight, layer.mlp_in.weight, head.weight, layer.mlp_in(x), norm(layer(x))):
+        assert found.std().item() == pytest.approx(1, abs=6 * 2**-8.5)
+    assert head(norm(x)).std().item() == pytest.approx(256**-0.5, rel=6 * 2**-8.5)
+    optimizer = munit.AdamW(made.parameters(), lr=torch.tensor(1.0), weight_decay=1e-4)
+    rates = {each: group["lr"] for group in optimizer.param_groups for each in group["params"]}
+    assert rates[embedding.weight] == rates[head.weight] == 1
+    assert rates[layer.mlp_in.weight] == 1 / 16
+    assert rates[layer.mlp_out.weight] == 1 / 32
+    for each in optimizer.param_groups:
+        assert float(each["lr"] * each["weight_decay"]) == pytest.approx(1e-4)
+
+
 def test_products_are_of_nvfp4_and_fp8() -> None:
     """Values of the format stay, others go to a neighbour, and those at random are right on average."""
     narrow = pytest.importorskip("benchmarks.narrow_products", reason="pip install 'collage-fx[examples]'")

@@ -51,7 +51,9 @@ def loss_of(batch): return model(batch).square().mean()
 schedule = torch.optim.lr_scheduler.ConstantLR(opt)
 """,
     "between-steps.md": f"{MODEL}\ncollage_fx.install(opt)",
-    "training.md": f"""{MODEL}
+    "training.md": MODEL,
+    "unit-scaling.md": """
+import collage_fx
 import unit_scaling, unit_scaling.optim
 width, vocabulary, layers, heads = 32, 64, 1, 2
 """,
@@ -64,7 +66,7 @@ width, vocabulary, layers, heads = 32, 64, 1, 2
 }
 #: What stands for a training on a page.
 ELLIPSIS = {"metrics.md": "train(step, 50)"}
-NEEDS = {"training.md": ("unit_scaling",), "inspecting.md": ("triton",)}
+NEEDS = {"unit-scaling.md": ("unit_scaling",), "inspecting.md": ("triton",)}
 
 
 #: Pages that show Python; those of errors, in a folder below, are run by tests/test_errors.py.
