@@ -107,15 +107,17 @@ def _parsed(arguments: list[str]) -> tuple[Command, argparse.Namespace, list[str
     }
     for name, command in COMMANDS.items():
         command.add_options(parsers[name])
-    if arguments and not arguments[0].startswith("-") and arguments[0] not in COMMANDS:
+    if not arguments:
+        raise UsageError(f"give a command: {', '.join(COMMANDS)}; collage-fx --help describes them")
+    if not arguments[0].startswith("-") and arguments[0] not in COMMANDS:
         raise UsageError(f"no command {arguments[0]!r}; {did_you_mean(arguments[0], COMMANDS)}")
-    if arguments and arguments[0] in COMMANDS and not COMMANDS[arguments[0]].passes_on:
+    if arguments[0] in COMMANDS and not COMMANDS[arguments[0]].passes_on:
         _check_words(arguments, parsers)  # before argparse asks for required options
     options, rest = parser.parse_known_args(arguments)
     command = COMMANDS[options.command]
     if rest and not command.passes_on:
-        usage = parsers[options.command].format_usage().rstrip()
-        raise UsageError(f"{options.command} takes no argument {rest[0]!r}\n{usage}")
+        hint = _hint(parsers[options.command])
+        raise UsageError(f"{options.command} takes no argument {rest[0]!r}{hint}")
     return command, options, rest
 
 
@@ -152,7 +154,13 @@ class _Parser(argparse.ArgumentParser):
     """Parser of the command line that raises :class:`UsageError` instead of ending the process."""
 
     def error(self, message: str) -> NoReturn:
-        raise UsageError(f"{message}\n{self.format_usage().rstrip()}")
+        raise UsageError(f"{message}{_hint(self)}")
+
+
+def _hint(parser: argparse.ArgumentParser) -> str:
+    """Return a usage of up to three lines; instead of a longer usage, the option that shows it."""
+    usage = parser.format_usage().rstrip()
+    return f"\n{usage}" if usage.count("\n") < 3 else f"; {parser.prog} --help lists all options"
 
 
 def _choice(names: Collection[str], registry: str = "") -> Callable[[str], str]:

@@ -121,7 +121,8 @@ def _read(source: Path) -> Checkpoint:
     optimizers, models = ([files[n] for n in names if n in files] for names in (OF_OPTIMIZER, OF_MODEL))
     if not optimizers or not models:
         missing = " or ".join(OF_MODEL if optimizers else OF_OPTIMIZER)
-        raise _fault(f"a folder without {missing}", source, "give one that a trainer wrote, unsharded")
+        remedy = "give the folder of a checkpoint of Trainer or accelerate, with all weights in one file"
+        raise _fault(f"the folder has no {missing}", source, remedy)
 
     def save(model: Mapping[str, Tensor], optimizer: Mapping[str, Any], target: Path) -> None:
         shutil.copytree(source, target)
@@ -145,8 +146,11 @@ def _in_file(contents: Any, source: Path) -> Checkpoint:
     models = [place for place in known if any(isinstance(each, Tensor) for each in places[place].values())]
     for kind, found in (("an optimizer", optimizers), ("a model", models)):
         if len(found) != 1:
-            met = f"{len(found)} state dicts of {kind}"
-            raise _fault(met, source, 'save {"model": model.state_dict(), "optimizer": opt.state_dict()}')
+            met = f"{len(found) or 'no'} state dict{'s' * bool(found)} of {kind}, where one is needed"
+            remedy = (
+                'save both: torch.save({"model": model.state_dict(), "optimizer": opt.state_dict()}, path)'
+            )
+            raise _fault(met, source, remedy)
     of_model, of_optimizer = models[0], optimizers[0]
 
     def save(model: Mapping[str, Tensor], optimizer: Mapping[str, Any], target: Path) -> None:

@@ -95,7 +95,7 @@ def test_kernels_are_those_of_a_compiled_step(capsys: pytest.CaptureFixture[str]
         ("explain --optimizer SGD --shape 3x4", 2, "--shape takes positive integers"),
         ("explain --optimizer Muon", 2, "set others with --shape"),
         ("explain", 2, "--optimizer"),
-        ("", 2, "COMMAND"),
+        ("", 2, "give a command: explain, audit, "),
         ("explain --optimizer SGD --shape 0", 2, "--shape takes positive integers"),
         ("explain --optimizer SGD --shape=-3", 2, "--shape takes positive integers"),
         ("explain --optimizer SGD --shape 4,0", 2, "--shape takes positive integers"),
@@ -124,6 +124,8 @@ def test_kernels_are_those_of_a_compiled_step(capsys: pytest.CaptureFixture[str]
         ("explain --optimizer SGD --arch sm_80", 2, "--arch chooses the GPU of --code: add --code triton"),
         ("audit --html x", 2, "audit has no option '--html'; explain, checkup and plan have it"),
         ("doctor extra", 2, "doctor takes no argument 'extra'"),
+        ("plan --hf c.json --gpu 80", 2, "required: --seq; collage-fx plan --help lists all options"),
+        ("convert pyproject.toml", 2, "required: OUT\nusage: collage-fx convert"),
     ],
 )
 def test_what_is_wrong_is_said_with_a_way_out(

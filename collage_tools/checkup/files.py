@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import pickle
+import re
 import zipfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -73,7 +74,7 @@ def checkpoint_tensors(path: Path) -> Mapping[str, Tensor]:
         remedy = (
             "give a file that safetensors or torch.save has written, an index of such files, or their folder"
         )
-        met = "neither a file of safetensors nor one of torch.save, or cut off"
+        met = "neither safetensors nor torch.save has written this file, or its end is missing"
         raise CheckpointMismatchError(met, where=error.where, remedy=remedy) from error
 
 
@@ -85,10 +86,13 @@ def load_plain(path: Path) -> Any:
         except RuntimeError:  # of torch before 1.6, whose files cannot be mapped
             return torch.load(path, map_location="cpu", weights_only=True)
     except (RuntimeError, ValueError, EOFError, pickle.UnpicklingError) as error:
+        found = re.search(r"GLOBAL (\S+)", str(error))
         raise CheckpointMismatchError(
-            f"a file that cannot be loaded as tensors alone ({str(error).splitlines()[0]})",
+            f"the file holds an object of {found[1]}, which is not loaded: its code could do anything"
+            if found
+            else "torch.save has not written this file, or its end is missing",
             where=os.fspath(path),
-            remedy="give a file of torch.save that holds a state dict, or a safetensors file",
+            remedy="give a file of torch.save that holds state dicts alone, or a safetensors file",
         ) from error
 
 

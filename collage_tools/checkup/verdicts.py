@@ -311,11 +311,10 @@ def checkup(
     verdict, reasons, notes = judge(checks)
     findings = [*_decay_findings(checks, lr, weight_decay, steps), *_moment_findings(moments)]
     if before is not None and not any(each.moves for each in checks):
-        common = sum(each.name in before for each in checks)
         notes.append(
-            f"Nothing was compared: of {common} tensors in both checkpoints none has one shape and holds "
-            "bf16 or fp16 numbers in both, and float32 weights lose too little to be told."
-            if common
+            "Nothing was compared: no tensor of both checkpoints has one shape and holds bf16 or fp16 "
+            "numbers in both. float32 weights lose too little to be compared."
+            if any(each.name in before for each in checks)
             else "The earlier checkpoint is an optimizer's file: give it by optimizer= (--optimizer)."
             if _is_state(before)
             else "The two checkpoints have no tensors in common."

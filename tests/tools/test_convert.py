@@ -176,6 +176,10 @@ def _without_momentum(path: Path, job: Job) -> None:
     _file_of(_trained(lambda parameters: torch.optim.SGD(parameters, lr=0.1)), path)
 
 
+def _an_object(path: Path, job: Job) -> None:
+    torch.save({"model": job.model}, path)
+
+
 def _a_text(path: Path, job: Job) -> None:
     path.write_text("no checkpoint")
 
@@ -183,11 +187,15 @@ def _a_text(path: Path, job: Job) -> None:
 @pytest.mark.parametrize(
     ("write", "told"),
     [
-        (_no_optimizer, "0 state dicts of an optimizer"),
+        (_no_optimizer, "no state dict of an optimizer, where one is needed"),
         (_a_reordered_model, "could be several of the model's"),
         (_without_momentum, "give --job"),
         (_another_model, "no weight '0.weight', which the optimizer steps"),
-        (_a_text, "cannot be loaded as tensors alone"),
+        (
+            _an_object,
+            "the file holds an object of torch.nn.modules.container.Sequential, which is not loaded",
+        ),
+        (_a_text, "torch.save has not written this file"),
     ],
 )
 def test_a_checkpoint_that_cannot_be_converted_is_refused_and_nothing_written(
