@@ -328,7 +328,7 @@ class FailedPassError(CollageError):
         at = traceback.extract_tb(error.__traceback__)[-1]
         without = ". The step is compiled without it, and has the same results" if optional else ""
         super().__init__(
-            f"the pass {name} failed with {type(error).__name__}: {error}{without}",
+            f"the pass {name!r} has raised {type(error).__name__}: {error}{without}",
             where=f"{at.filename}:{at.lineno} in {at.name}",
             remedy="if the pass is your own, fix it there; otherwise this is a bug in collage_fx: please "
             "report it with the graph (COLLAGE_FX_DUMP=directory writes it)",

@@ -123,7 +123,7 @@ def test_one_that_fails_is_named_with_the_line_and_nothing_is_changed() -> None:
     before = [p.detach().clone() for p in params]
     optimizer = Descent(params)
     backend = CollageBackend(passes=inserted(Fails(), before="analyze"))
-    met = r"the pass fails failed with AttributeError[\s\S]*where: .*test_own_passes.py:\d+ in run"
+    met = r"the pass 'fails' has raised AttributeError[\s\S]*where: .*test_own_passes.py:\d+ in run"
     with pytest.raises(FailedPassError, match=met):
         run_steps(torch.compile(optimizer.step, backend=backend), params, [0])
     assert all(map(torch.equal, params, before))
@@ -166,7 +166,7 @@ def test_an_optional_pass_that_fails_is_left_out_with_a_warning(before: str) -> 
     assert len(warned) == 1
     assert all(map(torch.equal, results, adamw_steps(CollageBackend())))
     (graph,) = backend.report().graphs
-    assert "not with every pass: the pass spoils failed" in "".join(graph.route.explained())
+    assert "not with every pass: the pass 'spoils' has raised" in "".join(graph.route.explained())
     assert next(text for name, text in graph.passes if name == "spoils").startswith("left out: ")
 
 
@@ -186,7 +186,7 @@ def test_state_that_was_rounded_at_random_has_an_error_term_although_a_pass_is_l
 
 #: Text of the warning.
 MET = (
-    r"the pass (spoils|in-order-of-memory|in-stacks) failed with ZeroDivisionError: in the middle. "
+    r"the pass '(spoils|in-order-of-memory|in-stacks)' has raised ZeroDivisionError: in the middle. "
     "The step is compiled without it"
 )
 
@@ -199,9 +199,9 @@ def test_a_step_of_the_lowering_that_fails_is_left_out_with_a_warning() -> None:
         pytest.warns(UserWarning, match=MET) as warned,
     ):
         results = adamw_steps(backend)
-    assert {str(each.message).partition(" failed")[0] for each in warned} == {
-        "collage_fx: the pass in-order-of-memory",
-        "collage_fx: the pass in-stacks",
+    assert {str(each.message).partition(" has raised")[0] for each in warned} == {
+        "collage_fx: the pass 'in-order-of-memory'",
+        "collage_fx: the pass 'in-stacks'",
     }
     assert all(map(torch.equal, results, expected))
     assert [way for way, _ in backend.report().graphs[0].route.reasons][-2:] == ["with every pass"] * 2

@@ -891,10 +891,10 @@ class Compilation:
                 continue
             if self.options.strategy == "none":
                 raise ConflictingErrorFormatError(
-                    "strategy='none' was asked for a tensor that has error terms, which a plain step would "
-                    "leave behind stale",
+                    "strategy='none' was asked for a tensor that has error terms: a plain step would change "
+                    "the tensor and not its error terms",
                     where=info.name,
-                    remedy="use the strategy the other compiled step uses, or drop the error terms first "
+                    remedy="use the strategy of the other compiled step, or drop the error terms first "
                     "with collage_fx.reset_error_terms(tensor)",
                 )
             require_format(record, error_format, name=info.name)

@@ -281,8 +281,8 @@ def _refuse_dtype(parameter: Tensor, name: str) -> None:
             f"a parameter of dtype {parameter.dtype}; error terms are defined for real floating-point "
             "tensors",
             where=name,
-            remedy="keep it out of the compiled optimizer (a complex parameter can be one of its real parts: "
-            "torch.view_as_real)",
+            remedy="keep it out of the compiled optimizer; or hold complex numbers in a real parameter, and "
+            "use torch.view_as_complex(parameter) in the model",
         )
 
 
@@ -318,8 +318,8 @@ def _aliased(where: str) -> AliasedStateError:
         "several tensors of this step share memory and at least one of them is updated, so that an error "
         "term would belong to two tensors at once",
         where=where,
-        remedy="give each parameter and state its own memory (tensor.clone()), or pass their common base to "
-        "the optimizer once",
+        remedy="give the optimizer a tied weight once, as model.parameters() does; give tensors that overlap "
+        "their own memory (tensor.clone()), or the optimizer the tensor that contains them",
     )
 
 

@@ -503,10 +503,10 @@ def _too_many(subject: Optimizer | CodeType, code: CodeType) -> CollageError:
             "collage_fx.integrations.lightning or .transformers"
         )
     return RecompileLimitError(
-        f"this function {of}has been compiled {_done(subject, code)} times, and would have to be once more",
+        f"this function {of}has been compiled {_done(subject, code)} times; this call would compile it again",
         where=f"{named.co_name} ({named.co_filename}:{named.co_firstlineno})",
-        remedy="find out what changes with TORCH_LOGS=recompiles. A number can be a tensor, "
-        "torch.tensor(...). If the compilations are worth their time, raise "
+        remedy="find out what changes with TORCH_LOGS=recompiles. Pass a number that "
+        "changes as a tensor, torch.tensor(...). If the compilations are worth their time, raise "
         f"torch._dynamo.config.recompile_limit{in_a_trainer}",
     )
 
@@ -819,9 +819,9 @@ def _check_bypassing_step(optimizer: Optimizer, requested: _Requested) -> None:
     refusal = EagerStepError(
         f"{type(optimizer).__name__}.step() has been called eagerly, {there}",
         where=first,
-        remedy="have optimizer.step() be the compiled step, collage_fx.install(optimizer); or call what "
-        "step = torch.compile(optimizer.step, backend=...) returned. To go on without it, drop the error "
-        "terms with collage_fx.reset_error_terms(parameter)",
+        remedy="call collage_fx.install(optimizer), which makes optimizer.step() the compiled step; or call "
+        "the function that torch.compile(optimizer.step, backend=...) has returned. To go on without error "
+        "terms, drop them with collage_fx.reset_error_terms(parameter)",
     )
     raise_or_warn(optimizer, refusal, strict=requested.request.strict)
 

@@ -112,8 +112,8 @@ class Options(OptionFields):
         if self.arithmetic == "native" and not ERROR_FORMATS[self.error_format].is_double_word:
             formats = ", ".join(repr(name) for name, fmt in ERROR_FORMATS.items() if fmt.is_double_word)
             raise InvalidOptionError(
-                "arithmetic='native' computes with double words of the storage format, which error_format="
-                f"{self.error_format!r} does not keep",
+                f"arithmetic='native' needs error_format={formats}, not {self.error_format!r}: it computes "
+                "with two numbers of the storage format",
                 where="error_format",
                 remedy=f"use error_format={formats}, or arithmetic='wide'",
             )

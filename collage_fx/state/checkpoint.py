@@ -887,7 +887,9 @@ def _refuse_mismatches(
             if (key, slot) not in owners:
                 if may_rename:
                     continue
-                raise _mismatch("error terms of a state that the checkpoint does not hold", where)
+                raise _mismatch(
+                    "the checkpoint has error terms of a state tensor that it does not hold", where
+                )
             tensor, dtype = owners[key, slot]
             if _is_packed_format(auxiliaries):
                 dtype = tensor.dtype  # codes are those of the saved tensor, which torch may cast
