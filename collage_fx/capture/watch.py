@@ -859,17 +859,15 @@ def _take_over_or_refuse(optimizer: Optimizer, name: str, owner: Optimizer | Non
     strict = is_newest_strict if requested is None else requested.request.strict
     kind = type(optimizer).__name__
     if owner is None:
-        belong = "have error terms, of a checkpoint or of an optimizer that is gone"
-        first = ""
+        of, too, first = "have from a checkpoint, or from an optimizer that is gone", "", ""
     else:
-        belong = f"belong to a compensated step of {type(owner).__name__}"
-        first = "collage_fx.uninstall the other optimizer, or "
+        of = f"have from a compensated step of {type(owner).__name__}"
+        too, first = ", too", "collage_fx.uninstall the other optimizer, or "
     refusal = EagerStepError(
-        f"{kind}.step() updates parameters eagerly that {belong}: it would ignore "
-        "the error terms, which no longer belong to the values that it writes",
+        f"{kind}.step() is eager: it would change parameters and not the error terms that they {of}",
         where=name,
-        remedy=f"call collage_fx.install(optimizer) for this {kind}, too. To go on without error terms, "
-        f"{first}drop the error terms with collage_fx.reset_error_terms(parameter)",
+        remedy=f"call collage_fx.install(optimizer) for this {kind}{too}. To go on without error terms, "
+        f"{first}drop them with collage_fx.reset_error_terms(parameter)",
     )
     raise_or_warn(optimizer, refusal, strict=strict)
 

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.utils.weak import TensorWeakRef
 
+from collage_fx.errors import InvalidOptionError
 from collage_fx.torch_compat import records, version_of
 
 
@@ -48,6 +49,11 @@ def set_host_twin(tensor: Tensor, twin: Tensor | None) -> None:
 
 def host_twin(tensor: Tensor) -> Tensor:
     """Return the tensor that has a tensor's error terms, up to date: its twin in host memory, or itself."""
+    if not isinstance(tensor, Tensor):
+        met = f"a tensor was expected, got {type(tensor).__name__}"
+        raise InvalidOptionError(
+            met, where="tensor", remedy="give a tensor, such as each of model.parameters()"
+        )
     found = records.find(tensor, _Twin)
     if found is None:
         return tensor

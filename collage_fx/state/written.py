@@ -195,9 +195,9 @@ class WriteDetector:
                 new.append(self.names[i])
         if new:
             warn(
-                f"{some(new)} of {self._subject}: written to between two steps, by something else than the "
-                "step. The error terms belonged to the old values: all of them are set to zero, at later "
-                "writes those of changed elements. To write a value with all its bits, call "
+                f"{some(new)} of {self._subject}: written to between two steps, outside of a step. Their "
+                "error terms belonged to the old values, and are now zero; later writes set only those of "
+                "changed elements to zero. To write a value with all its bits, call "
                 "collage_fx.assign(parameter, value); to read one, collage_fx.full_value(parameter). If a "
                 "method of the optimizer writes, compile it, too"
             )

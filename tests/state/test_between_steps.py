@@ -438,7 +438,7 @@ def test_parameters_that_are_written_to_lose_stale_error_terms(
     (warning,) = recorded
     told = str(warning.message)
     assert warning.filename == __file__, "the line of the user's program, not of the library"
-    assert "written to between two steps, by something else than the step. The error terms" in told
+    assert "written to between two steps, outside of a step. Their error terms" in told
     assert tensors_in(told) == (["param_groups[0].params[0]"], 0)
     assert torch.equal(full_value(params[0]), written)
     assert (full_value(params[1]) - kept).norm() < 0.1 * (

@@ -1281,7 +1281,7 @@ def test_a_plain_optimizer_with_a_checkpoint_of_ours_is_warned(*, is_gone: bool)
     plain.load_state_dict(saved)
     set_gradients(params, 3)
     (told,) = warned(plain.step)
-    assert "updates parameters eagerly that have error terms, of a checkpoint or of" in told
+    assert "the error terms that they have from a checkpoint, or from" in told
 
 
 class WithAllAttributes(Descent):

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 import collage_fx
-from collage_fx import CollageBackend, CollageError, error_terms, full_value, reset_error_terms
-from collage_fx.errors import ConflictingErrorFormatError, LostErrorTermsError
+from collage_fx import CollageBackend, CollageError, assign, error_terms, full_value, reset_error_terms
+from collage_fx.errors import ConflictingErrorFormatError, InvalidOptionError, LostErrorTermsError
 from collage_fx.numerics.error_formats import ERROR_FORMATS
 from collage_fx.state.error_terms import _rows_of, ensure_record, note_new, record_of, records_version
 from tests.support.substitutes import parts_of_elements
@@ -23,6 +23,13 @@ from tests.support.warned import warned
 MCF, FP32 = ERROR_FORMATS["mcf"], ERROR_FORMATS["fp32"]
 
 # The table. -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("ask", [full_value, error_terms, lambda each: assign(each, 0.0)])
+def test_a_model_given_as_a_tensor_is_named(ask: Any) -> None:
+    for wrong, name in ((torch.nn.Linear(2, 2), "Linear"), ("weight", "str")):
+        with pytest.raises(InvalidOptionError, match=f"a tensor was expected, got {name}"):
+            ask(wrong)
 
 
 def test_a_tensor_without_error_terms() -> None:
