@@ -83,9 +83,10 @@ def test_exit_status_is_passed_on(command: str, script: Script, tmp_path: Path) 
 
 
 def test_unknown_command() -> None:
-    result = dev("tset")
-    assert result.returncode == 2
-    assert "no command 'tset'" in result.stderr
+    for name, told in (("tset", "'tset'; did you mean test?\n"), ("zz", "'zz'\nusage: ./dev COMMAND")):
+        result = dev(name)
+        assert result.returncode == 2
+        assert result.stderr.startswith(f"dev: no command {told}")
 
 
 def test_a_fake_gpu_needs_a_compiler() -> None:
