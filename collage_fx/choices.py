@@ -66,10 +66,10 @@ class OptionFields:
     error_format: ErrorFormatName | None = _option(
         None,
         "what is kept beside a tensor",
-        """``"exact"``: the other 16 bits of a float32 number, the default of ``wide``. ``"mcf"``: an
-        error term of the tensor's own dtype, in as many bytes (the paper's; the default of ``native``).
-        ``"byte"``: eight more bits of fraction in a byte, rounded up or down by dither. ``"fp32"``: a
-        float32 master copy, for comparison.""",
+        """``"exact"``: the other 16 bits of a float32 number, the default of ``wide``; if you name it,
+        dither rounds sums of float32 parameters, too. ``"mcf"``: an error term of the tensor's own dtype, in
+        as many bytes (the paper's; the default of ``native``). ``"byte"``: eight more bits of fraction in a
+        byte, rounded up or down by dither. ``"fp32"``: a float32 master copy, for comparison.""",
         registry="ERROR_FORMATS",
         in_shell=True,
     )

@@ -141,7 +141,7 @@ def install(
     for each in stepped:
         before = each.step
         kept = None if is_asked else kept_backend(each)
-        _install(each, chosen if kept is None else CollageBackend(**vars(kept.options)))
+        _install(each, chosen if kept is None else CollageBackend(**kept.options.given))
         if each is not optimizer:
             _rebind(vars(optimizer), before, each.step)
     return optimizer
@@ -215,10 +215,10 @@ def kept_backend(optimizer: Optimizer, given: Mapping[str, object] = MappingProx
     has = step.backend.options
     named = {name: value for name, value in given.items() if name != "backend" or value is not None}
     if isinstance(backend := named.get("backend"), CollageBackend):
-        asked = vars(backend.options)
+        named, options = backend.options.given, backend.options
     else:
         options = CollageBackend(**cast(GivenOptions, named)).options
-        asked = {name: getattr(options, name) for name in named}
+    asked = {name: getattr(options, name) for name in named}
     for name, value in asked.items():
         if value != getattr(has, name):
             raise InvalidOptionError(

@@ -44,7 +44,7 @@ from collage_fx.graph import (
     tensor_value,
     unless_skipped,
 )
-from collage_fx.numerics import ERROR_FORMATS, storage_format
+from collage_fx.numerics import ERROR_FORMATS, SUM, storage_format
 from collage_fx.passes.base import Pass
 
 aten = torch.ops.aten
@@ -144,6 +144,9 @@ class Analyze(Pass):
         for state in program.compensated:
             if _is_rounded_in_bits(state):
                 state.refusal, state.remedy = ROUNDED_BITS
+        for state in program.parameters if program.sums_float32 else ():
+            if state.is_float32 and state.value.dim():
+                state.chosen_format, state.selection = SUM, "float32; its last sum is rounded by dither"
         if program.rounding != "nearest" and program.strategy != "none":
             for state in program.states:
                 if _may_be_dithered(program, state):

@@ -129,7 +129,7 @@ def _store_expansion(editor: GraphEditor, state: StateTensor, own_term: Collecti
         hi, *auxiliaries = state.rounded or editor.inline(
             fmt.store, exact, *before, elementwise=fmt.is_elementwise
         )
-        if state.dithers_sum or state.counts_steps:
+        if state.keeps_small_updates or state.counts_steps:
             auxiliaries[-1] = editor.call(aten.add.Tensor, auxiliaries[-1], 1)
         if readers:
             (whole,) = editor.inline(fmt.join, hi, *auxiliaries, elementwise=fmt.is_elementwise)

@@ -225,7 +225,7 @@ class _Chain:
             return self._call(aten.sub.Tensor if is_subtracted else aten.add.Tensor, self._x, change)
         if is_subtracted:
             change = self._call(aten.neg.default, change)
-        dithered.dithers_sum = True
+        dithered.keeps_small_updates = True
         numbers = dithered.auxiliaries[-1], dithered.start
         change = self._of_full_size(change)
         return self._editor.inline(_dithered, self._x, change, self._placeholder, *numbers)[0]

@@ -32,7 +32,7 @@ from collage_fx import (
 )
 from collage_fx.capture import watch
 from collage_fx.choices import Mode, OptionFields
-from collage_fx.options import GivenOptions, Options
+from collage_fx.options import GivenOptions
 from tests.support.training import (
     Descent,
     compiled,
@@ -552,7 +552,7 @@ def test_options_are_listed_alike() -> None:
         name: parameter.annotation for name, parameter in inspect.signature(CollageBackend).parameters.items()
     }
     assert {name: each.__forward_arg__ for name, each in GivenOptions.__annotations__.items()} == arguments
-    assert list(arguments) == [each.name for each in fields(Options)]
+    assert list(arguments) == [each.name for each in fields(OptionFields)]
 
 
 @pytest.mark.parametrize(

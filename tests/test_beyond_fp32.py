@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
@@ -19,9 +22,10 @@ from benchmarks.beyond_fp32 import (
     error,
     errors_of_spread,
     moved,
+    none,
     off,
 )
-from collage_fx import CollageBackend, explain
+from collage_fx import CollageBackend, explain, install
 from tests.support.agreement import assert_same, trajectory
 from tests.support.optimizers import CompiledOptimizer, gradients
 from tests.support.training import parameters, set_gradients
@@ -128,6 +132,7 @@ DECAYS = (1e-9, 1e-8, 3e-8, 1e-7, 1e-6, 1e-4, 1e-2)
     ("way", "decay"),
     [
         *(("here, float32", decay) for decay in DECAYS[4:]),
+        *(("here, float32, `exact`", decay) for decay in DECAYS),
         *(("here, bfloat16, `plus`", decay) for decay in DECAYS),
         *(("here, bfloat16, `light`, `byte`", decay) for decay in DECAYS[4:]),
     ],
@@ -136,8 +141,71 @@ def test_the_decay_is_what_was_asked_for(way: str, decay: float) -> None:
     assert abs(decay_reached(way, decay) - 1) < 0.01
 
 
-def test_updates_below_half_a_unit_of_float32_arrive() -> None:
-    assert error("here, bfloat16, `plus`", 1e-7) < error("float32, or float32 masters", 1e-7) / 5
+@pytest.mark.parametrize("way", ["here, bfloat16, `plus`", "here, float32, `exact`"])
+def test_updates_below_half_a_unit_of_float32_arrive(way: str) -> None:
+    assert error(way, 1e-7) < error("float32, or float32 masters", 1e-7) / 5
+
+
+class Recorded(torch.optim.SGD):
+    """SGD with weight decay beside the update, and a number that Python reads in each step."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None and p.grad.abs().max().item() < 1e9:
+                    p.mul_(1 - group["lr"] * group["weight_decay"]).add_(p.grad, alpha=-group["lr"])
+
+
+@pytest.mark.parametrize(
+    ("kind", "options"), [(torch.optim.AdamW, {"fused": True}), (torch.optim.SGD, {}), (Recorded, {})]
+)
+def test_float32_parameters_decay_with_any_optimizer(kind: Any, options: dict[str, Any]) -> None:
+    make = partial(Made(kind, options), lr=1e-6)
+    course = partial(moved, make, steps=400, gradients=none)
+    exact = course(torch.float64, None)
+    left, exactly = (course(torch.float32, options) for options in ({}, {"error_format": "exact"}))
+    assert off(exactly, exact) < 0.1
+    assert off(left, exact) > 0.3
+
+
+def test_float32_parameters_go_on_with_the_bits_of_a_run_that_was_not_stopped() -> None:
+    """The count of their steps is in checkpoints; plain torch and weights of bfloat16 leave it out."""
+
+    def started(weights: Tensor) -> Optimizer:
+        return torch.optim.AdamW([torch.nn.Parameter(weights.clone())], lr=1e-6)
+
+    def stepped(optimizer: Optimizer, steps: range) -> Tensor:
+        [weights] = optimizer.param_groups[0]["params"]
+        for i in steps:
+            drawn = torch.randn(64, 64, generator=torch.Generator().manual_seed(i))
+            weights.grad = drawn.to(weights.dtype)
+            optimizer.step()
+        return weights.detach()
+
+    options: Any = {"error_format": "exact"}
+    run = install(started(torch.randn(64, 64, generator=torch.Generator().manual_seed(9))), **options)
+    half = stepped(run, range(5)).clone()
+    saved = copy.deepcopy(run.state_dict())
+    whole = stepped(run, range(5, 10))
+    for is_installed, dtype in ((True, torch.float32), (False, torch.float32), (True, torch.bfloat16)):
+        resumed = started(half.to(dtype))
+        if is_installed:
+            install(resumed, **options)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            resumed.load_state_dict(copy.deepcopy(saved))
+        ended = stepped(resumed, range(5, 10))
+        assert ended.equal(whole) == (is_installed and dtype is torch.float32)
+
+
+def test_a_copied_or_pickled_backend_knows_whether_a_format_was_named() -> None:
+    options: Any
+    for options in ({}, {"error_format": "exact"}):
+        backend = CollageBackend(**options)
+        again = pickle.loads(pickle.dumps(backend))
+        assert again.options == backend.options
+        assert again.options.sums_float32 == bool(options)
 
 
 @pytest.mark.parametrize("beta2", [0.9999, 0.99999])
@@ -192,6 +260,29 @@ def test_a_report_of_float32_weights_says_what_was_done() -> None:
     report = explain(torch.optim.AdamW(weights))
     assert "AdamW: updates of float32 tensors, without error terms; their changes are summed" in str(report)
     assert "bfloat16" in str(explain(torch.optim.AdamW(weights), changes="as written"))
+
+
+@pytest.mark.parametrize(
+    ("options", "dtype", "but"),
+    [
+        ({}, torch.float32, "float32 parameters, such as {}: use error_format='exact'."),
+        ({"error_format": "exact"}, torch.float32, ""),
+        (
+            {"error_format": "byte"},
+            torch.bfloat16,
+            "bfloat16 parameters, such as {}: use error_format='exact'.",
+        ),
+        ({"rounding": "nearest"}, torch.bfloat16, "use error_format='exact', rounding='repay'."),
+        ({"bytes_per_parameter": 8, "error_format": "exact"}, torch.float32, ""),
+    ],
+)
+def test_a_report_names_parameters_that_get_no_decay(options: Any, dtype: torch.dtype, but: str) -> None:
+    weights = parameters(shapes=[(64, 64)], dtype=dtype)
+    set_gradients(weights)
+    report = explain(torch.optim.AdamW(weights, lr=1e-6, weight_decay=0.01), **options)
+    told = " ".join(str(report).split())
+    assert "Here it is applied" + (", but little or nothing of it to" if but else ".") in told
+    assert but.format("param_groups[0].params[0]") in told
 
 
 @pytest.mark.parametrize(

@@ -338,7 +338,7 @@ def test_stochastic_rounding_has_no_bias(encoding: Encoding, unit: float) -> Non
     assert abs(error.mean()) < 4 * unit / 2 / math.sqrt(value.numel())
 
 
-def test_a_kahan_sum_keeps_small_changes_and_loses_decay() -> None:
+def test_a_kahan_sum_keeps_small_updates_and_loses_decay() -> None:
     kahan, one = Kahan(), torch.ones(1)
     state = kahan.store(one, None)
     for _ in range(100):

@@ -45,13 +45,13 @@ class CollageBackend(Backend):
         self._scalars: tuple[tuple[int, int], dict[str, float]] = (0, 0), {}
 
     def __repr__(self) -> str:
-        shown = {name: value for name, value in vars(self.options).items() if value != PIPELINE}
+        shown = {name: value for name, value in self.options.given.items() if value != PIPELINE}
         options = ", ".join(f"{name}={value!r}" for name, value in shown.items())
         return f"CollageBackend({options})"
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Reduce to the options, without the reports; a deep copy is the backend itself: see below."""
-        return partial(CollageBackend, **vars(self.options)), ()
+        return partial(CollageBackend, **self.options.given), ()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> CollageBackend:
         """Return the backend itself, whose report includes copies of an optimizer."""

@@ -70,6 +70,7 @@ from collage_fx.graph import (
     Repetition,
     Role,
     Route,
+    StateTensor,
     StepProgram,
     assignments_to_stores,
     copies_to_inputs,
@@ -471,7 +472,7 @@ class Compilation:
         inputs = placeholders(gm.graph)
         written = [inputs[i] for i in inputs_written() if i < len(inputs)]
         for info in describe_inputs(written, self.module, self.arguments, self.known):
-            is_updated = info.tensor is not None and is_of_concern(info.tensor, self.options.packs)
+            is_updated = info.tensor is not None and is_of_concern(info.tensor, self.options.takes_float32)
             if self.options.strategy != "none" and info.role is Role.PARAMETER and is_updated:
                 reason = (
                     "the step that updates it also computes something that is to be differentiated, such as "
@@ -514,11 +515,6 @@ class Compilation:
         infos = [describe_input(value, name, self.known, bound=i < bound) for i, (value, name) in named]
         return [(info, (_input_has_error_terms(info), _packed_format(info))) for info in infos]
 
-    @property
-    def _packs_float32(self) -> bool:
-        """Whether state of float32 parameters may be packed: recorded steps pack nothing."""
-        return self.options.packs and not self.recorded
-
     def _sums_changes(self, gm: GraphModule) -> bool:
         """Return whether a graph has an update whose changes are summed."""
         infos = [InputInfo(node.name, node.name, Role.STATE) for node in placeholders(gm.graph)]
@@ -526,9 +522,19 @@ class Compilation:
         run_pipeline(program, SUMMING)
         return program.summed > 0
 
-    def _note_of_decay(self, program: StepProgram) -> str:
+    def _other_parameters(self, program: StepProgram) -> list[StateTensor]:
+        """Return the float32 parameters of a step that are not among the states of its program."""
+        inputs = zip(placeholders(program.gm.graph), program.inputs, strict=True)
+        wide = (info for node, info in inputs if is_float32_tensor(node) and info.role is Role.PARAMETER)
+        if program.takes_float32 or not any(wide):
+            return []
+        whole = replace(program, gm=copy_of(program.gm), rounded_at_random=set(), takes_float32=True)
+        run_pipeline(whole, ANALYSIS[:-1])
+        return [state for state in whole.parameters if state.is_float32]
+
+    def _note_of_decay(self, program: StepProgram, others: Sequence[StateTensor]) -> str:
         """Return the note on a weight decay that float32 cannot apply, and on whether this step does."""
-        parameters = [state for state in program.states if state.info.role is Role.PARAMETER]
+        parameters = [*program.parameters, *others]
         slopes = (slope for each in parameters for slope in each.recurrence.slopes if slope.is_number)
         decays = {decay for slope in slopes if 0 < (decay := float(1 - slope)) < 0.5}
         rounded = ((decay, 1 - float(torch.tensor(1 - decay, dtype=torch.float32))) for decay in decays)
@@ -538,10 +544,11 @@ class Compilation:
         decay, applied = min(wrong)
         is_summed = (program.arithmetic, program.changes) == ("wide", "summed")
         is_applied = is_summed and program.strategy != "none"
-        wide = next((state.info.name for state in parameters if state.is_float32), "")
         # A float32 sum is rounded to nearest: what is below half a unit in the last place is lost.
-        is_lost = wide and decay < 2**-24
-        but_not = f", but little or nothing of it to float32 parameters, such as {wide}" if is_lost else ""
+        lost = (state for state in parameters if decay < 2**-24 and not state.keeps_small_updates)
+        kinds = (f"{str(each.value.dtype)[6:]} parameters, such as {each.info.name}" for each in lost)
+        remedy = "error_format='exact'" + ", rounding='repay'" * (program.rounding == "nearest")
+        but_not = "".join(f", but little or nothing of it to {kind}: use {remedy}" for kind in [*kinds][:1])
         return (
             f"{self.subject}: its weight decay is {decay:.3g} in a step (lr * weight_decay). With float32 "
             f"weights, or float32 master weights, it would be {applied:.3g}. "
@@ -568,7 +575,7 @@ class Compilation:
         if updated and sums and self._sums_changes(graph.gm):
             return None
         is_step = any(info.role in (Role.PARAMETER, Role.STATE) for info in graph.infos)
-        if is_step and self._packs_float32 and any(map(is_float32_tensor, updated)):
+        if is_step and self.options.takes_float32 and any(map(is_float32_tensor, updated)):
             return None
         if self.options.strategy != "none" and not updated and self._hands_on_weights(graph):
             return None
@@ -682,6 +689,7 @@ class Compilation:
         before = copy_of(graph.gm)
         as_captured = program.before_passes(before)
         made_anew = results_to_inputs(program)
+        others = self._other_parameters(program)
         program.captured = copy_of(program.gm) if self.options.metrics else None
         self._refuse_lost_values(program)
         added = placeholders(program.gm.graph)[len(graph.example_inputs) :]
@@ -751,7 +759,7 @@ class Compilation:
             route=Route(made.unit, self.recorded, bool(program.measured), why),
             budgets=self.budgets,
             updates=updates_of(self.optimizers.values()),
-            note=" ".join(filter(None, (note_of_sums, self._note_of_decay(program)))),
+            note=" ".join(filter(None, (note_of_sums, self._note_of_decay(program, others)))),
         )
         pass_log.lowered(report.code)
         is_kept = any(state.compensated or state.packed for state in program.states)
@@ -801,7 +809,7 @@ class Compilation:
 
     def _accepted(self, graph: _Traced) -> StepProgram:
         """Make the program that enters the pipeline; raise if the step cannot be compensated."""
-        packed = self.options.state
+        packed, packs = self.options.state, self.options.packs and not self.recorded
         program = StepProgram(
             copy_of(graph.gm),
             graph.infos,
@@ -815,7 +823,8 @@ class Compilation:
             rounding=self.options.rounding,
             changes=self.options.changes,
             packed=None if packed is None or self.recorded else PACKED_FORMATS[packed],
-            takes_float32=self._packs_float32,
+            takes_float32=packs or self.options.sums_float32,
+            sums_float32=self.options.sums_float32,
         )
         inputs = enumerate(graph.inputs)
         having = [(i, node, _record(info)) for i, (node, info) in inputs if _input_has_error_terms(info)]
@@ -832,7 +841,7 @@ class Compilation:
         if self.options.strategy != "none":
             refuse_aliases(graph.gm, program.inputs, self.known.values())
             try:
-                refuse_unsupported(graph.gm, program.inputs, packs=self._packs_float32)
+                refuse_unsupported(graph.gm, program.inputs, packs=packs)
             except UnsupportedTensorError as refusal:
                 about = next(iter(self.optimizers.values()), self)  # an optimizer is compiled more than once
                 raise_or_warn(about, refusal, strict=self.options.strict)

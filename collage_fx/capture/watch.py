@@ -300,7 +300,7 @@ def _rows_to_trace(optimizer: Optimizer, rows: tuple[tuple[Any, ...], ...]) -> T
         come_and_go = has_stand_ins(optimizer) or members_come_and_go(optimizer)
         any_size = not (options.asks_for_sizes or depends_on_sizes(optimizer))
         traced = rows_to_trace(
-            optimizer, rows, come_and_go=come_and_go, packs=options.packs, any_size=any_size
+            optimizer, rows, come_and_go=come_and_go, packs=options.takes_float32, any_size=any_size
         )
     if traced is None and has_stand_ins(optimizer):
         give_up_rows(optimizer)
@@ -597,7 +597,7 @@ def _record_or_refuse_function(code: CodeType, graph_break: GraphBreak, request:
         return
     optimizers, weights = within_reach(traced_frame_variables())
     held = [p for each in optimizers for _, p in parameter_names(each)]
-    packs = request.backend.options.packs
+    packs = request.backend.options.takes_float32
     if not any(is_of_concern(each, packs) for each in (*held, *weights)):
         return
     _, has_gradients = _conversion.get()
@@ -614,7 +614,7 @@ def _record_or_refuse_function(code: CodeType, graph_break: GraphBreak, request:
 
 
 def _has_updates_of_concern(request: Request, optimizer: Optimizer) -> bool:
-    packs = request.backend.options.packs
+    packs = request.backend.options.takes_float32
     return any(is_of_concern(parameter, packs) for _, parameter in parameter_names(optimizer))
 
 
@@ -705,7 +705,7 @@ def _warn_of_wide_parameters(optimizer: Optimizer, backend: Any) -> None:
     """Log a warning if no parameter is of low precision, unless state of float32 parameters may be packed."""
     parameters = [parameter for _, parameter in parameter_names(optimizer)]
     dtypes = {each.dtype for each in parameters}
-    is_rewritten = any(is_of_concern(each, backend.options.packs) for each in parameters)
+    is_rewritten = any(is_of_concern(each, backend.options.takes_float32) for each in parameters)
     if parameters and not is_rewritten and dtypes <= {torch.float32, torch.float64}:
         log.warning(
             "%s: no error terms: its parameters are %s (autocast keeps them so). For pure bf16, call "

@@ -153,7 +153,7 @@ class StateTensor(Expansion):
         refusal: set by the compensating pass: why it could not keep the error term; empty if it could.
         remedy: set by the compensating pass: what the user can do about the refusal; the arithmetic's usual
             advice if empty.
-        dithers_sum: set by ``sum-changes``: whether the sum that is stored is rounded by dither.
+        keeps_small_updates: set by ``sum-changes``: whether the sum that is stored is rounded by dither.
         rounded: set by ``repay``: hi and the auxiliaries that are stored, rounded to nearest.
         counts_steps: set by ``repay``: whether its steps are counted although they are rounded to nearest.
     """
@@ -169,7 +169,7 @@ class StateTensor(Expansion):
     not_packed: str = ""
     refusal: str = ""
     remedy: str = ""
-    dithers_sum: bool = False
+    keeps_small_updates: bool = False
     rounded: tuple[Node, ...] = ()
     counts_steps: bool = False
 
@@ -188,7 +188,7 @@ class StateTensor(Expansion):
         """Auxiliaries that the step writes: without the count of dither if it rounds nothing by dither."""
         if self.chosen_format is None or not self.chosen_format.is_dithered:
             return self.auxiliaries
-        is_dithered = self.dithers_sum if self.chosen_format.dithers_sums else not self.rounded
+        is_dithered = self.keeps_small_updates if self.chosen_format.dithers_sums else not self.rounded
         is_counted = is_dithered or self.counts_steps
         return self.auxiliaries if is_counted else self.auxiliaries[:-1]
 
@@ -236,7 +236,8 @@ class StepProgram:
         summed: set by ``sum-changes``: number of updates that it has rewritten.
         packed: ``(format of signed state, format of never negative state)`` if state is packed.
         takes_float32: whether float32 parameters and their state are among ``states``, because state is to be
-            packed or its bytes are limited.
+            packed, or its bytes are limited, or float32 parameters are rounded by dither.
+        sums_float32: whether the last sum of float32 parameters, too, is rounded by dither.
         captured: a copy of the graph before any pass if the step is measured; else None.
         reads: set by ``allocate``: inputs with error terms that the step reads whole but does not mutate, as
             the update of an average reads a parameter.
@@ -260,6 +261,7 @@ class StepProgram:
     summed: int = 0
     packed: tuple[ErrorFormat, ErrorFormat] | None = None
     takes_float32: bool = False
+    sums_float32: bool = False
     captured: GraphModule | None = None
     states: list[StateTensor] = field(default_factory=list)
     reads: list[Expansion] = field(default_factory=list)
@@ -329,6 +331,7 @@ class StepProgram:
             rounding=self.rounding,
             packed=self.packed,
             takes_float32=self.takes_float32,
+            sums_float32=self.sums_float32,
             changes=self.changes,
         )
 

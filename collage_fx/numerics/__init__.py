@@ -29,6 +29,7 @@ from collage_fx.numerics.dither import phase_at as phase_at
 from collage_fx.numerics.error_formats import COUNT as COUNT
 from collage_fx.numerics.error_formats import ERROR_FORMATS as ERROR_FORMATS
 from collage_fx.numerics.error_formats import PACKED_FORMATS as PACKED_FORMATS
+from collage_fx.numerics.error_formats import SUM as SUM
 from collage_fx.numerics.error_formats import AuxiliarySpec as AuxiliarySpec
 from collage_fx.numerics.error_formats import Blocks as Blocks
 from collage_fx.numerics.error_formats import Byte as Byte

@@ -65,6 +65,24 @@ class Options(OptionFields):
     error_format: str = ""  # type: ignore[assignment]  # also a name that a plug-in registers
     rounding: Rounding = "repay"
     passes: tuple[Pass, ...] = PIPELINE
+    names_format: bool = False
+
+    @property
+    def given(self) -> dict[str, Any]:
+        """Values to make a backend with these options of."""
+        values = {each.name: getattr(self, each.name) for each in fields(OptionFields)}
+        return values if self.names_format else values | {"error_format": None}
+
+    @property
+    def sums_float32(self) -> bool:
+        """Whether the last sum of float32 parameters, too, is rounded by dither."""
+        is_summed = self.changes == "summed" and self.rounding != "nearest" and self.strategy != "none"
+        return is_summed and self.names_format and self.error_format == DEFAULTS["wide"]["error_format"]
+
+    @property
+    def takes_float32(self) -> bool:
+        """Whether float32 parameters, or their state, may get error formats."""
+        return self.packs or self.sums_float32
 
     @property
     def own_passes(self) -> tuple[Pass, ...]:
@@ -100,6 +118,7 @@ class Options(OptionFields):
         """
         refuse_unknown(given)
         chosen: dict[str, Any] = {each.name: each.default for each in fields(OptionFields)} | given
+        chosen["names_format"] = chosen["error_format"] is not None
         # Values of arithmetic that do not exist are refused below.
         defaults = DEFAULTS["native" if chosen["arithmetic"] == "native" else "wide"]
         chosen |= {name: value for name, value in defaults.items() if chosen[name] is None}

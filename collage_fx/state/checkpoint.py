@@ -105,6 +105,7 @@ from collage_fx.graph import Role
 from collage_fx.numerics import (
     COUNT,
     STORAGE_FORMATS,
+    SUM,
     AuxiliarySpec,
     ErrorFormat,
     Exact,
@@ -891,9 +892,9 @@ def _refuse_mismatches(
                     "the checkpoint has error terms of a state tensor that it does not hold", where
                 )
             tensor, dtype = owners[key, slot]
-            if _is_packed_format(auxiliaries):
+            if _is_of_float32(auxiliaries):
                 dtype = tensor.dtype  # codes are those of the saved tensor, which torch may cast
-            if is_low_precision(dtype) or (dtype is torch.float32 and _is_packed_format(auxiliaries)):
+            if is_low_precision(dtype) or (dtype is torch.float32 and _is_of_float32(auxiliaries)):
                 _refuse_mismatch(auxiliaries, tensor, dtype, where)
 
 
@@ -996,12 +997,16 @@ def _restore(optimizer: Optimizer, load: _Load) -> None:
     has_terms = any(slot == PARAMETER_SLOT for _, slot in saved)
     for owner, name, tensor in _held(optimizer, plain):
         live, auxiliaries, wider = record_of(tensor), saved.get(owner), _wider(plain, owner)
-        if auxiliaries and is_low_precision(tensor.dtype) and wider is not None:
+        if (
+            auxiliaries
+            and is_low_precision(tensor.dtype)
+            and (wider is not None or _counts_sums(auxiliaries))
+        ):
             # Codes of a float32 tensor, which is read decoded: they do not belong to its rounded value.
-            auxiliaries = None if _is_packed_format(auxiliaries) else auxiliaries
+            auxiliaries = None if _is_of_float32(auxiliaries) else auxiliaries
         if is_packed(tensor) and live is not None:
             live.drop_claim()  # it was loaded packed, with its buffers
-        elif auxiliaries and (is_low_precision(tensor.dtype) or _was_packed(tensor, auxiliaries)):
+        elif auxiliaries and (is_low_precision(tensor.dtype) or _belong_to_float32(tensor, auxiliaries)):
             of_slot = of_state if owner[1] != PARAMETER_SLOT and is_low_precision(tensor.dtype) else claims
             _put_beside(tensor, auxiliaries, name, of_slot, in_use if owner[0] in taken_over else None)
         elif auxiliaries:
@@ -1182,20 +1187,26 @@ def _number_in(auxiliaries: Auxiliaries, hi: Tensor) -> Tensor:
     return torch.zeros((), dtype=torch.int64) if table is None else number_in(table.to(torch.uint8), hi)
 
 
-def _is_packed_format(auxiliaries: Auxiliaries) -> bool:
-    """Return whether auxiliaries belong to a packed format, or to an unknown format."""
+def _is_of_float32(auxiliaries: Auxiliaries) -> bool:
+    """Return whether auxiliaries may belong to a float32 tensor, or belong to an unknown format."""
     error_format = format_named(_format_name(auxiliaries))
-    return error_format is None or not error_format.keeps_hi
+    return error_format is None or not error_format.keeps_hi or _counts_sums(auxiliaries)
+
+
+def _counts_sums(auxiliaries: Auxiliaries) -> bool:
+    """Return whether auxiliaries count the sums of a float32 parameter that dither has rounded."""
+    return _format_name(auxiliaries) == SUM.name
 
 
 def _format_name(auxiliaries: Auxiliaries) -> str:
     return next(format_name for format_name, _ in auxiliaries)
 
 
-def _was_packed(value: Tensor, auxiliaries: Auxiliaries) -> bool:
-    """Return whether auxiliaries hold the value of a float32 tensor, which was packed when it was saved."""
-    is_packed_float32 = value.dtype is torch.float32 and _is_packed_format(auxiliaries)
-    return is_packed_float32 and _fitting_terms(value, auxiliaries, torch.float32) is not None
+def _belong_to_float32(value: Tensor, auxiliaries: Auxiliaries) -> bool:
+    """Return whether auxiliaries count the steps of a float32 tensor, or hold its value: it was packed."""
+    if value.dtype is not torch.float32 or not _is_of_float32(auxiliaries):
+        return False
+    return _counts_sums(auxiliaries) or _fitting_terms(value, auxiliaries, torch.float32) is not None
 
 
 def _fitting_terms(value: Tensor, auxiliaries: Auxiliaries, dtype: torch.dtype) -> tuple[Tensor, ...] | None:

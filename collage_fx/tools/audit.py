@@ -324,7 +324,7 @@ def measure_trial(trial: Trial) -> Measurement:
         if measured.outcome == PACKED and measured.error > MOST_OF_PACKED:
             measured.outcome, measured.reason = INACCURATE, "although most state is float32's to 8 bits"
     measures_decay = trial.with_decay and trial.schedule is None and not trial.sparse
-    if measured.outcome == COMPENSATED and measures_decay:
+    if measured.outcome in GOOD and measures_decay:
         _measure_decay(replace(trial, steps=STEPS_OF_DECAY, is_still=True), measured)
     return measured
 

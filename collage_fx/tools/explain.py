@@ -129,7 +129,7 @@ def _has_state_not_met(optimizer: Optimizer, backend: CollageBackend) -> bool:
     momentum.
     """
     held = known_tensors({"": optimizer}).values()
-    dtypes = {*STORAGE_FORMATS, *((torch.float32,) if backend.options.packs else ())}
+    dtypes = {*STORAGE_FORMATS, *((torch.float32,) if backend.options.takes_float32 else ())}
     state = {
         each.name
         for each in held

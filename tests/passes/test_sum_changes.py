@@ -92,7 +92,7 @@ sub_2: float32[4] = sub(mul_10, mul_12)
 phases: int32[4] = phases(p, phase)
 dithered_sum: float32[4] = dithered_sum(with_lower_half, sub_2, phases)""",
     )
-    assert [state.dithers_sum for state in program.states] == [True, False]
+    assert [state.keeps_small_updates for state in program.states] == [True, False]
     assert [len(state.written) for state in program.states] == [2, 1]
     assert_expected_inline(
         elements_of(dithered(small_and_slow)),

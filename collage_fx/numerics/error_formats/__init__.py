@@ -16,6 +16,7 @@ from collage_fx.numerics.error_formats.blocks import Blocks as Blocks
 from collage_fx.numerics.error_formats.byte import Byte as Byte
 from collage_fx.numerics.error_formats.dither import Bf16 as Bf16
 from collage_fx.numerics.error_formats.dither import Dither as Dither
+from collage_fx.numerics.error_formats.dither import Sum as Sum
 from collage_fx.numerics.error_formats.exact import Exact as Exact
 from collage_fx.numerics.error_formats.fp32 import Fp32 as Fp32
 from collage_fx.numerics.error_formats.mcf import Mcf as Mcf
@@ -30,8 +31,11 @@ PACKED_FORMATS: dict[str, tuple[ErrorFormat, ErrorFormat]] = {
 }
 PACKED_FORMATS["bf16"] = (Bf16(),) * 2
 
+#: Format of float32 parameters whose last sum is rounded by dither.
+SUM = Sum()
+
 
 def format_named(name: str) -> ErrorFormat | None:
     """Return the registered format of a name, packed or not; None if there is none."""
     packed = {fmt.name: fmt for pair in PACKED_FORMATS.values() for fmt in pair}
-    return ERROR_FORMATS.get(name) or packed.get(name)
+    return ({SUM.name: SUM} | ERROR_FORMATS | packed).get(name)

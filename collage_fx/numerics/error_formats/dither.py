@@ -1,4 +1,4 @@
-"""Error formats ``dither`` and ``bf16``: no error term, and roundings that lose nothing on average."""
+"""Error formats without error terms, whose roundings lose nothing on average."""
 
 from __future__ import annotations
 
@@ -47,6 +47,16 @@ class Dither(ErrorFormat):
 
     def error_terms(self, hi: Tensor, *auxiliaries: Tensor) -> tuple[Tensor, ...]:
         return ()
+
+
+class Sum(Dither):
+    """Float32 parameters whose last sum is rounded by dither: Note [The last rounding]."""
+
+    name = "sum"
+    dithers_sums = True
+
+    def store(self, value: Tensor, hi: Tensor, *inputs: Tensor) -> tuple[Tensor, ...]:
+        return self.store_nearest(value, hi, *inputs)
 
 
 class Bf16(ErrorFormat):
