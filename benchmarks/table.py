@@ -151,7 +151,7 @@ def place(page: str, module: str) -> tuple[Path, str, str]:
 
 def put_between(document: Path, begin: str, end: str, text: str) -> None:
     """Replace what stands between two marks of a document."""
-    pattern = re.escape(begin) + ".*" + re.escape(end)
+    pattern = re.escape(begin) + ".*?" + re.escape(end)
     new, replaced = re.subn(
         pattern, lambda match: f"{begin}\n\n{text}\n\n{end}", document.read_text(), flags=re.DOTALL
     )

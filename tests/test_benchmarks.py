@@ -15,7 +15,7 @@ import torch
 from torch.torch_version import TorchVersion
 
 import collage_fx
-from benchmarks import comparison, edits, few_bytes
+from benchmarks import comparison, edits, few_bytes, which_default
 from benchmarks.__main__ import main, opened, parse_arguments, stages
 from benchmarks.beyond_fp32 import off
 from benchmarks.by_hand import BETAS, EPS, LR, WEIGHT_DECAY, EagerCollage, KahanAdamW
@@ -310,6 +310,26 @@ def test_few_bytes_are_those_of_the_formats(monkeypatch: pytest.MonkeyPatch) -> 
     count = 2 * 4 / math.prod(few_bytes.SHAPE)  # the weights' and the momentum's count of steps, for dither
     assert held == pytest.approx(3 + momentum + count)
     assert off(way, exact) < off(plain, exact)
+
+
+def test_the_default_is_best_at_what_its_page_says() -> None:
+    """Uneven gradients, CPU time, and checkpoints; 8 bytes win on a GPU."""
+    default, eight = which_default.WAYS["none: the default"], which_default.WAYS["`bytes_per_parameter=8`"]
+    (*_, uneven, _), (*_, uneven_of_eight, _) = (
+        which_default.errors_of(options, 50) for options, _ in (default, eight)
+    )
+    assert uneven < uneven_of_eight / 100
+    assert [float(each) for each in which_default.times(default[1])] == [1, 1]
+    on_cpu, on_gpu = (float(each) for each in which_default.times(eight[1]))
+    assert on_gpu < 1 < on_cpu
+    assert which_default.checkpoint_bytes(default[0]) < which_default.checkpoint_bytes(eight[0])
+
+
+def test_a_block_of_a_page_ends_at_its_first_end(tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    page.write_text("<a>\n<end>\nbetween\n<b>\n<end>\n")
+    put_between(page, "<a>", "<end>", "new")
+    assert page.read_text() == "<a>\n\nnew\n\n<end>\nbetween\n<b>\n<end>\n"
 
 
 def test_an_edit_in_place_loses_what_assign_keeps(monkeypatch: pytest.MonkeyPatch) -> None:
