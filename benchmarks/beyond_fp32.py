@@ -44,21 +44,14 @@ WAYS: dict[str, tuple[torch.dtype, dict[str, Any] | None]] = {
 }
 
 #: Optimizers by the names of their classes, with options, which make weight decay decoupled where there is a
-#: choice. What follows a comma tells several of a class apart.
+#: choice.
 OPTIMIZERS: dict[str, dict[str, Any]] = {
     "torch.optim.AdamW": {},
-    "torch.optim.AdamW, amsgrad": {"amsgrad": True},
     "torch.optim.Adam": {},
-    "torch.optim.SGD": {"momentum": 0.9},
-    "torch.optim.NAdam": {"decoupled_weight_decay": True},
-    "torch.optim.RAdam": {"decoupled_weight_decay": True},
     "torch.optim.Adafactor": {"eps": (1e-30, 1e-3)},
     "torch.optim.Muon": {},
     "lion_pytorch.Lion": {},
     "schedulefree.AdamWScheduleFree": {},
-    "pytorch_optimizer.Adai": {"weight_decouple": True},
-    "pytorch_optimizer.CAME": {"weight_decouple": True},
-    "pytorch_optimizer.Tiger": {"weight_decouple": True},
 }
 RATES_OF_LONG_RUNS = RATES_BY_NAME = (1e-6, 1e-5)
 
@@ -148,7 +141,7 @@ def decay_reached(way: str, decay: float) -> float:
 
 def made(name: str, lr: float, weights: list[torch.nn.Parameter]) -> Optimizer:
     """Make one of :data:`OPTIMIZERS`."""
-    module, _, kind = name.partition(",")[0].rpartition(".")
+    module, _, kind = name.rpartition(".")
     optimizer: Optimizer = getattr(importlib.import_module(module), kind)(
         weights, lr=lr, weight_decay=WEIGHT_DECAY, **OPTIMIZERS[name]
     )
@@ -162,21 +155,20 @@ def errors_of(name: str, lr: float) -> tuple[float, float]:
     return off(course(torch.float32, None), exact), off(course(torch.bfloat16, {}), exact)
 
 
-#: Ways, steps and starts of long runs.
+#: Ways and steps of long runs.
 LONG_WAYS = [way for way in tuple(WAYS)[:5] if "`exact`" not in way]
-LONG, STARTS = 6000, {"N(0, 0.5)": 0.5, "1": 0.0}
+LONG = 6000
 
 
 def long_rows() -> list[list[str]]:
-    """Return errors after many steps, of weights at random and of ones, as norms begin."""
+    """Return errors after many steps, of weights that are 1, as those of norms are at first."""
     rows = []
-    for start, spread in STARTS.items():
-        for lr in RATES_OF_LONG_RUNS:
-            make = partial(torch.optim.AdamW, lr=lr, weight_decay=WEIGHT_DECAY)
-            course = partial(moved, make, steps=LONG, spread=spread)
-            exact = course(torch.float64, None)
-            errors = (off(course(*WAYS[way]), exact) for way in LONG_WAYS)
-            rows.append([start, f"{lr:g}", *(f"{error:.4f}" for error in errors)])
+    for lr in RATES_OF_LONG_RUNS:
+        make = partial(torch.optim.AdamW, lr=lr, weight_decay=WEIGHT_DECAY)
+        course = partial(moved, make, steps=LONG, spread=0.0)
+        exact = course(torch.float64, None)
+        errors = (off(course(*WAYS[way]), exact) for way in LONG_WAYS)
+        rows.append([f"{lr:g}", *(f"{error:.4f}" for error in errors)])
     return rows
 
 
@@ -201,6 +193,8 @@ WITH_MOMENTS: dict[str, Callable[..., Optimizer]] = {
     "AdamW, foreach": partial(torch.optim.AdamW, weight_decay=WEIGHT_DECAY, foreach=True),  # GPUs' default
     "AdamW, amsgrad": partial(torch.optim.AdamW, weight_decay=WEIGHT_DECAY, amsgrad=True),
     "NAdam": torch.optim.NAdam,
+    # Its last steps are large beside the mean. Of its error at (0.02, 1e-4), 0.00012, the roundings of the
+    # last ten moments make 0.0001, whatever repays them; it falls as one over the number of steps.
     "RAdam": torch.optim.RAdam,
     "SGD": partial(torch.optim.SGD, momentum=0.9),
     "SGD, Nesterov": partial(torch.optim.SGD, momentum=0.9, nesterov=True),
@@ -274,7 +268,6 @@ TRAININGS: dict[str, tuple[torch.dtype, bool, dict[str, Any] | None]] = {
     "float32 masters (autocast)": (torch.float32, True, None),
     "here, bfloat16, `plus`": (torch.bfloat16, False, {}),
     "here, bfloat16, 8 bytes": (torch.bfloat16, False, {"bytes_per_parameter": 8}),
-    "here, bfloat16, `plus`, as written": (torch.bfloat16, False, {"changes": "as written"}),
 }
 
 
@@ -363,8 +356,8 @@ def tables() -> str:
         markdown(["", *(f"{decay:g}" for decay in DECAYS)], decays),
         f"Error of the weights after {STEPS} steps with `weight_decay={WEIGHT_DECAY}`, by `lr`:",
         markdown(["", *(f"{lr:g}" for lr in RATES)], errors),
-        f"The same after {LONG} steps, of weights at random and of ones, as norms begin:",
-        markdown(["weights", "`lr`", *LONG_WAYS], long_rows()),
+        f"The same after {LONG} steps, of weights that are 1 at first, as those of norms:",
+        markdown(["`lr`", *LONG_WAYS], long_rows()),
         f"The same of a {MATRIX[0]}×{MATRIX[1]} matrix, by optimizer and `lr`, in float32 and here "
         "(bfloat16, `plus`):",
         markdown(["", *columns], by_name),
