@@ -17,7 +17,7 @@ from torch import nn
 pytest.importorskip("matplotlib")
 pytest.importorskip("tqdm")
 
-from benchmarks.paper.__main__ import Files, main, run_cells
+from benchmarks.paper.__main__ import Files, main, parse_arguments, run_cells
 from benchmarks.paper.optimizers import (
     EagerAdamW,
     Making,
@@ -27,7 +27,7 @@ from benchmarks.paper.optimizers import (
     ReleasedInBfloat16,
     ReleasedInFloat32,
 )
-from benchmarks.paper.page import Runs, page
+from benchmarks.paper.page import Runs, differences, page
 from benchmarks.paper.settings import (
     BASELINE,
     LETTERS,
@@ -167,6 +167,18 @@ def test_the_released_product_settles_where_its_definition_says(beta: float) -> 
     else:  # b = 1: what is left of β2 is all there is, and counts twice
         assert settled(ReleasedInBfloat16) == pytest.approx(0.5, rel=0.02)
         assert settled(ReleasedInFloat32) > 3
+
+
+def test_pairs_are_those_of_the_page_and_have_a_folder_of_their_own() -> None:
+    root = Path(__file__).resolve().parents[1]
+    runs = Runs.of_folder(root / "benchmarks" / "results")
+    line, *others = differences(runs, SETTINGS, ["8 bytes", "none of them"])
+    assert not others
+    found = sign_test([gap for each in SETTINGS for gap in runs.gaps(each, "8 bytes").values()])
+    assert f"median {found.value:+.5f}, 95 % {found.low:+.5f} to {found.high:+.5f}, 33 pairs" in line
+    with pytest.raises(SystemExit):
+        parse_arguments(["--pairs", "plus"])
+    assert parse_arguments(["--pairs", "plus", "8 bytes", "--results", "here"]).pairs == ["plus", "8 bytes"]
 
 
 def test_the_sign_test() -> None:

@@ -10,6 +10,7 @@ repeated, and those that a deadline cut short left a checkpoint.
     ./dev paper --minutes 30                         as much of it as that time allows; call it again
     ./dev paper --quick --results DIR --page FILE    a few steps of everything, to see that it runs
     ./dev paper --page-only                          write the page from the files
+    ./dev paper --pairs plus "8 bytes" --results DIR   these beside fp32 masters in the 33 cells of the sweeps
     ./dev paper --device cuda --size 124m            every strategy at 124 M parameters, 9 minutes a call
 """
 
@@ -23,7 +24,7 @@ import sys
 import time
 from collections.abc import Iterable, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor, as_completed
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -33,8 +34,17 @@ from tqdm import tqdm
 from benchmarks.__main__ import cores, machine, say
 from benchmarks.formats.__main__ import written
 from benchmarks.paper.costs import measure_costs
-from benchmarks.paper.page import write_page
-from benchmarks.paper.settings import SIZES, Cell, Plan, full_plan, large_plan, quick_plan
+from benchmarks.paper.page import Runs, differences, write_page
+from benchmarks.paper.settings import (
+    BASELINE,
+    SIZES,
+    STRATEGIES,
+    Cell,
+    Plan,
+    full_plan,
+    large_plan,
+    quick_plan,
+)
 from benchmarks.paper.training import Record, one_thread, started, train
 from benchmarks.table import write_whole
 
@@ -128,6 +138,9 @@ def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--quick", action="store_true", help="a few steps of everything, to see that it runs")
     parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
     parser.add_argument("--size", choices=list(SIZES), help="every strategy at this size, and nothing else")
+    parser.add_argument(
+        "--pairs", nargs="+", choices=list(STRATEGIES), help="strategies to train beside fp32 masters alone"
+    )
     parser.add_argument("--seeds", type=int, help="of each cell (default 3; with --size 1)")
     parser.add_argument("--minutes", type=float, help="stop after so many, to go on with the next call")
     parser.add_argument("--processes", type=int, help="at a time (default: one for each core, or one GPU)")
@@ -142,6 +155,8 @@ def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
         parser.error(
             "--quick: name a folder by --results and a file by --page; these are not to be published"
         )
+    if options.pairs and options.results == parser.get_default("results"):
+        parser.error("--pairs: name a folder by --results; those here are of the pages")
     if options.device == "cuda" and not torch.cuda.is_available():
         parser.error("--device cuda: torch finds no CUDA device here")
     if options.minutes is None:
@@ -161,7 +176,16 @@ def main(argv: Sequence[str]) -> int:
     else:
         plan = quick_plan() if options.quick else full_plan(options.seeds or 3)
     left: list[Cell] = []
-    if not options.page_only:
+    if options.pairs:
+        chosen = (*options.pairs, BASELINE)
+        cells = tuple(
+            each for each in plan.cells if each.strategy in chosen and each.setting in plan.settings
+        )
+        plan = replace(plan, cells=cells)
+        left = run_cells(plan, files, options.checkpoints, options.device, options.processes, deadline)
+        for line in differences(Runs.of_folder(options.results), plan.settings, options.pairs):
+            say(line)
+    elif not options.page_only:
         costs = options.results / "paper-costs.json"
         if not options.size and not costs.exists():
             write_results(costs, measure_costs("tiny" if options.quick else "5m", options.device))
@@ -169,7 +193,7 @@ def main(argv: Sequence[str]) -> int:
     if left:
         say(f"{len(left)} of {len(plan.cells)} trainings are left: the same command goes on with them")
         return 0
-    if not options.size:
+    if not (options.size or options.pairs):
         write_page(options.results, options.page, plan)
         say(f"{options.page} is written")
     return 0

@@ -6,7 +6,7 @@ import json
 import math
 import statistics
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from string import Template
@@ -249,6 +249,25 @@ def claims(runs: Runs, plan: Plan) -> list[Claim]:
         *ordering("8 bytes a parameter end where D does", "8 bytes", BASELINE, every, True),
         *ordering("5.1 bytes a parameter end where D does", "5.1 bytes", BASELINE, every, True),
     ]
+
+
+def differences(runs: Runs, settings: Sequence[Setting], strategies: Sequence[str]) -> Iterator[str]:
+    """Yield a line for each strategy: its losses less those of fp32 masters, and the time of a pair."""
+    for name in strategies:
+        gaps = [gap for setting in settings for gap in runs.gaps(setting, name).values()]
+        if not gaps:
+            continue
+        found = sign_test(gaps)
+        seconds = [
+            records[seed]["seconds"] + masters[seed]["seconds"]
+            for setting in settings
+            for records, masters in [(runs.of(setting, name), runs.of(setting, BASELINE))]
+            for seed in records.keys() & masters.keys()
+        ]
+        yield (
+            f"{name} less fp32 masters: median {found.value:+.5f}, 95 % {found.low:+.5f} to "
+            f"{found.high:+.5f}, {len(gaps)} pairs of {statistics.fmean(seconds):.0f} s each"
+        )
 
 
 def judged(runs: Runs, plan: Plan) -> list[tuple[Claim, float]]:
