@@ -76,6 +76,19 @@ def test_a_closure_gives_new_gradients_each_time() -> None:
     assert torch.all(values_of(parameters) != before)
 
 
+@pytest.mark.parametrize(("named", "share"), [({}, 0), ({"error_format": "exact"}, 1)])
+def test_the_decay_of_float32_parameters_is_measured(named: Any, share: float) -> None:
+    [measured] = audit(
+        lambda params: AdamW(params, lr=1e-6, weight_decay=0.01),
+        shapes=[(64, 64)],
+        schedules={"constant": None},
+        dtype=torch.float32,
+        bytes_per_parameter=8,
+        **named,
+    ).measured.values()
+    assert measured.decay == pytest.approx(share, abs=0.02)
+
+
 def test_the_share_of_weight_decay_that_is_applied() -> None:
     """Float32 has no number between 1 - 1e-8 and 1."""
     found = audit(lambda params: AdamW(params, lr=1e-6, weight_decay=0.01), schedules={"constant": None})
