@@ -107,6 +107,17 @@ def test_weights_of_every_size_are_as_near_as_float32_or_a_ten_thousandth(
     assert found <= max(of_float32, 1e-4)
 
 
+def test_radams_error_is_that_of_its_last_steps() -> None:
+    """It does not add up: in twice as many steps it is half as large, relative to the way."""
+    found = []
+    for steps in (600, 1200):
+        make = partial(torch.optim.RAdam, lr=1e-4)
+        course = partial(moved, make, shape=(64, 128), steps=steps, spread=0.02, gradients=directed)
+        found.append(off(course(torch.bfloat16, {}), course(torch.float64, None)))
+    assert found[0] < 1.33e-4
+    assert found[1] < 0.55 * found[0]
+
+
 @pytest.mark.parametrize(("state", "bound"), [("block8", 0.0015), ("block16", 1e-5)])
 def test_momentum_in_few_bits_is_repaid(state: Any, bound: float) -> None:
     """Ten times less than by dither."""
