@@ -22,6 +22,7 @@ Mode = Literal["default", "reduce-overhead", "max-autotune", "max-autotune-no-cu
 #: Formats that the package brings. A plug-in registers others, whose names a type checker does not know.
 ErrorFormatName = Literal["exact", "mcf", "fp32", "byte", "dither"]
 PackedFormatName = Literal["block16", "block8", "bf16"]
+WeightFormatName = Literal["int16x32"]
 
 #: Dtypes of parameters, and GPUs, that the command line offers.
 Dtype = Literal["bfloat16", "float16", "float32"]
@@ -129,6 +130,17 @@ class OptionFields:
         registry="PACKED_FORMATS",
         otherwise="or import the module that registers another: collage_fx.examples.peer_formats has "
         "'fp8_lm' and 'coat'",
+        in_shell=True,
+    )
+    weights: WeightFormatName | None = _option(
+        None,
+        "packs weights, without error terms",
+        """format of parameters. ``None``: 16 bits with error terms beside them. ``"int16x32"``: packed, as
+        integers of 16 bits, 32 neighbours with a scale, in 2.03 bytes each; the memory of the parameter is
+        free between steps, and each operation of the model decodes the weight that it reads:
+        :class:`~collage_fx.numerics.Weights`. Parameters without rows of 32 elements, or with fewer than 4096
+        elements, keep error terms. Needs ``wide``, and a step that Dynamo captures.""",
+        registry="WEIGHT_FORMATS",
         in_shell=True,
     )
     bytes_per_parameter: float | Literal["auto"] | None = _option(

@@ -23,6 +23,7 @@ from collage_fx.passes.drop_stale import DropStale
 from collage_fx.passes.hoist_scalars import HoistScalars
 from collage_fx.passes.normalize import Normalize
 from collage_fx.passes.pack_state import PackState
+from collage_fx.passes.pack_weights import PackWeights
 from collage_fx.passes.pin_roundings import PinRoundings
 from collage_fx.passes.refine_numbers import RefineNumbers
 from collage_fx.passes.repay import Repay
@@ -36,6 +37,7 @@ PIPELINE: tuple[Pass, ...] = (
     UndoStochasticRounding(),  # before Analyze, because no recurrence passes through operations on bits
     Analyze(),  # before any rewrite: a recurrence is lossy or not in the dtypes of the captured graph
     PackState(),  # after Analyze, whose choice of formats it changes
+    PackWeights(),  # after PackState, whose error terms are those of the rest
     Allocate(),  # before the rewrites, which need the inputs for error terms
     Widen(),  # wide: before loads and stores are rewritten, so that the split is the only rounding left
     RefineNumbers(),  # wide: before SumChanges, which computes decays from the numbers of factors
@@ -53,7 +55,7 @@ PIPELINE: tuple[Pass, ...] = (
 ANALYSIS: tuple[Pass, ...] = PIPELINE[: PIPELINE.index(Allocate())]
 
 #: Passes that choose the format of each state tensor, the last of :data:`ANALYSIS`.
-CHOOSING: tuple[Pass, ...] = (Analyze(), PackState())
+CHOOSING: tuple[Pass, ...] = (Analyze(), PackState(), PackWeights())
 
 #: Passes that tell whether changes of a float32 tensor are summed.
 SUMMING: tuple[Pass, ...] = (Normalize(), RefineNumbers(), SumChanges())

@@ -63,8 +63,9 @@ class Allocate(Pass):
 
 
 def _reads(program: StepProgram) -> Iterator[Expansion]:
-    whole = program.already_compensated | program.may_get_terms
+    whole = program.already_compensated | program.may_get_terms | program.packed_weights.keys()
     read = whole.difference(state.position for state in program.states)
     for position, node in enumerate(placeholders(program.gm.graph)):
         if position in read and is_low_precision_tensor(node):
-            yield Expansion(node, position, program.inputs[position], chosen_format=program.error_format)
+            fmt = program.packed_weights.get(position, program.error_format)
+            yield Expansion(node, position, program.inputs[position], chosen_format=fmt)

@@ -80,7 +80,7 @@ class PackState(Pass):
         for state in states:
             is_positive = state in positive_states
             fmt = positive if is_positive else signed
-            why_not = _why_not_stored(state, fmt) or _why_not(program, state, fmt, divided_by)
+            why_not = why_not_stored(state, fmt) or _why_not(program, state, fmt, divided_by)
             state.not_packed = why_not
             if why_not:
                 state.selection += f"; not packed: {why_not}"
@@ -91,7 +91,7 @@ class PackState(Pass):
         return f"{len(chosen)} of {len(states)} state tensors"
 
 
-def _why_not_stored(state: StateTensor, fmt: ErrorFormat) -> str:
+def why_not_stored(state: StateTensor, fmt: ErrorFormat) -> str:
     """Return why the format cannot store a state, independent of the step's operations; empty if it can."""
     if not all(isinstance(size, int) for size in state.value.shape):
         return "its sizes may change from step to step"

@@ -307,6 +307,11 @@ FEATURES = [
     Feature("5.6 bytes", options={"bytes_per_parameter": 5.6}),
     Feature("full, mcf", options={"strategy": "full", "error_format": "mcf"}),
     Feature("light, byte", options={"strategy": "light", "error_format": "byte"}),
+    Feature(
+        "packed weights",
+        options={"weights": "int16x32"},
+        optimizer=lambda of: torch.optim.AdamW(of, lr=1e-3),  # with 1e-4 these weights need more bits
+    ),
     Feature("DDP", wrap=DistributedDataParallel),
     Feature("FSDP2", wrap=in_pieces),
 ]
@@ -329,6 +334,7 @@ SHOWN = {
     "5.6 bytes": "`bytes_per_parameter=5.6`",
     "full, mcf": '`strategy="full", error_format="mcf"`',
     "light, byte": '`strategy="light", error_format="byte"`',
+    "packed weights": '`weights="int16x32"`',
     "DDP": "DistributedDataParallel",
     "FSDP2": "FSDP2",
 }
@@ -358,6 +364,8 @@ first. It takes FSDP2, and the module inside of DistributedDataParallel
 EXCLUDED = [
     {"offload", "in backward"},
     {"8 bytes", "5.6 bytes", "full, mcf", "light, byte"},
+    {"8 bytes", "packed weights"},
+    {"5.6 bytes", "packed weights"},
     {"DDP", "FSDP2"},
     {"average", "FSDP2"},  # torch refuses a deep copy of the model
     {"copies", "FSDP2"},

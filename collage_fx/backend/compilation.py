@@ -92,7 +92,7 @@ from collage_fx.graph import (
 )
 from collage_fx.lowering import Lowered, interpreted, lower, why_not_compiled
 from collage_fx.metrics import Meter, MeteredStep
-from collage_fx.numerics import ERROR_FORMATS, PACKED_FORMATS, ErrorFormat, short_name
+from collage_fx.numerics import ERROR_FORMATS, PACKED_FORMATS, WEIGHT_FORMATS, ErrorFormat, short_name
 from collage_fx.options import Options
 from collage_fx.options.budgets import Budget, best_budget, budgets_for, budgets_for_parts, refuse_excess
 from collage_fx.pipeline import ANALYSIS, SUMMING, Pass, in_float32, run_pipeline
@@ -114,6 +114,7 @@ from collage_fx.state import (
     has_error_terms,
     held_per_parameter,
     host_twin,
+    is_packed,
     is_same_memory,
     known_tensors,
     note_compiled,
@@ -267,6 +268,7 @@ class Compilation:
                     note_forward((*self.module.parameters(), *self.arguments))
                 elif torch.is_grad_enabled():
                     remove_gradient_modes(self.module)
+            self._unpack_weights()
             self._read_numbers_in_python()
             step = self._by_family(needs_grad=needs_grad)
             if self.only_by_family and isinstance(step, Reason):
@@ -292,6 +294,14 @@ class Compilation:
             for optimizer in optimizers:  # no step has been taken: remove state that the trace has made
                 forget_new_state(optimizer)
             raise
+
+    def _unpack_weights(self) -> None:
+        """Unpack weights that the trace of a function has decoded; let Dynamo trace it again."""
+        packed = [*filter(is_packed, (*self.module.parameters(), *self.arguments))]
+        for each in packed:
+            unpack(each)
+        if packed:
+            raise ConvertAgain
 
     def _read_numbers_in_python(self) -> None:
         """Record a step that Dynamo has captured with a number of the past, or refuse it."""
@@ -810,6 +820,7 @@ class Compilation:
     def _accepted(self, graph: _Traced) -> StepProgram:
         """Make the program that enters the pipeline; raise if the step cannot be compensated."""
         packed, packs = self.options.state, self.options.packs and not self.recorded
+        weights = self.options.weights
         program = StepProgram(
             copy_of(graph.gm),
             graph.infos,
@@ -823,6 +834,7 @@ class Compilation:
             rounding=self.options.rounding,
             changes=self.options.changes,
             packed=None if packed is None or self.recorded else PACKED_FORMATS[packed],
+            weights=WEIGHT_FORMATS[weights] if weights and self.optimizers and not self.recorded else None,
             takes_float32=packs or self.options.sums_float32,
             sums_float32=self.options.sums_float32,
         )
@@ -834,6 +846,11 @@ class Compilation:
         )
         program.has_lasting_terms = frozenset(i for i, _, _ in having if i not in new)
         program.may_get_terms = self._may_get_terms(graph) - program.already_compensated
+        program.packed_weights = {
+            i: fmt
+            for i, (_, info) in enumerate(graph.inputs)
+            if (fmt := _packed_format(info)) in WEIGHT_FORMATS.values() and fmt is not None
+        }
         if any(node not in graph.stores for _, node, _ in having):
             program.arithmetic = "wide"  # "native" reads only hi of tensors that it does not update
         if self.options.bytes_per_parameter is not None:

@@ -259,8 +259,8 @@ def _at_trace(optimizer: Optimizer) -> Iterable[Place] | None:
     if request is None:
         return None
     remember_state(optimizer, current_trace())
-    _record_if_classes_matter(optimizer, request)
     unpack_state(optimizer)
+    _record_if_classes_matter(optimizer, request)
     _adopt(optimizer, strict=request.strict)
     _is_refused(optimizer, strict=request.strict)
     contexts, _ = _conversion.get()

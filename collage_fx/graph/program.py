@@ -235,6 +235,8 @@ class StepProgram:
         changes: whether the changes of a state are summed before they are added to it, likewise.
         summed: set by ``sum-changes``: number of updates that it has rewritten.
         packed: ``(format of signed state, format of never negative state)`` if state is packed.
+        weights: format of parameters if they are packed.
+        packed_weights: formats of parameters that are packed already, by position.
         takes_float32: whether float32 parameters and their state are among ``states``, because state is to be
             packed, or its bytes are limited, or float32 parameters are rounded by dither.
         sums_float32: whether the last sum of float32 parameters, too, is rounded by dither.
@@ -260,6 +262,8 @@ class StepProgram:
     changes: Changes = "summed"
     summed: int = 0
     packed: tuple[ErrorFormat, ErrorFormat] | None = None
+    weights: ErrorFormat | None = None
+    packed_weights: dict[int, ErrorFormat] = field(default_factory=dict)
     takes_float32: bool = False
     sums_float32: bool = False
     captured: GraphModule | None = None
@@ -330,6 +334,7 @@ class StepProgram:
             is_recorded=self.is_recorded,
             rounding=self.rounding,
             packed=self.packed,
+            weights=self.weights,
             takes_float32=self.takes_float32,
             sums_float32=self.sums_float32,
             changes=self.changes,

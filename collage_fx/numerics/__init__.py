@@ -30,6 +30,7 @@ from collage_fx.numerics.error_formats import COUNT as COUNT
 from collage_fx.numerics.error_formats import ERROR_FORMATS as ERROR_FORMATS
 from collage_fx.numerics.error_formats import PACKED_FORMATS as PACKED_FORMATS
 from collage_fx.numerics.error_formats import SUM as SUM
+from collage_fx.numerics.error_formats import WEIGHT_FORMATS as WEIGHT_FORMATS
 from collage_fx.numerics.error_formats import AuxiliarySpec as AuxiliarySpec
 from collage_fx.numerics.error_formats import Blocks as Blocks
 from collage_fx.numerics.error_formats import Byte as Byte
@@ -39,6 +40,7 @@ from collage_fx.numerics.error_formats import ErrorFormat as ErrorFormat
 from collage_fx.numerics.error_formats import Exact as Exact
 from collage_fx.numerics.error_formats import Fp32 as Fp32
 from collage_fx.numerics.error_formats import Mcf as Mcf
+from collage_fx.numerics.error_formats import Weights as Weights
 from collage_fx.numerics.error_formats import format_named as format_named
 from collage_fx.numerics.float24 import dithered_upper as dithered_upper
 from collage_fx.numerics.float24 import with_byte as with_byte

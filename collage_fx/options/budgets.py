@@ -30,7 +30,7 @@ from torch import Tensor
 from collage_fx.choices import Strategy
 from collage_fx.errors import InvalidOptionError
 from collage_fx.graph import InputInfo, Role, StepProgram, copy_of, placeholders, tensor_value
-from collage_fx.numerics import ERROR_FORMATS, PACKED_FORMATS, is_low_precision
+from collage_fx.numerics import ERROR_FORMATS, PACKED_FORMATS, WEIGHT_FORMATS, is_low_precision
 from collage_fx.pipeline import Pass, run_pipeline, up_to_choosing
 
 #: Share of the limit that a budget may exceed it by, for counts and tensors that are not packed.
@@ -52,20 +52,25 @@ class Budget:
     state: str | None = None
     bytes: float = 0.0
     not_packed: str = ""
+    weights: str | None = None
 
     def applied_to(self, program: StepProgram) -> StepProgram:
         """Return the program with these options."""
         packed = None if self.state is None else PACKED_FORMATS[self.state]
         error_format = ERROR_FORMATS[self.error_format]
-        return replace(program, strategy=self.strategy, error_format=error_format, packed=packed)
+        weights = None if self.weights is None else WEIGHT_FORMATS[self.weights]
+        return replace(
+            program, strategy=self.strategy, error_format=error_format, packed=packed, weights=weights
+        )
 
     def rank(self) -> int:
         """Index in :data:`BUDGETS`: the smaller, the more precise."""
         return BUDGETS.index(replace(self, bytes=0.0, not_packed=""))
 
     def __str__(self) -> str:
-        state = "" if self.state is None else f", state={self.state!r}"
-        return f"strategy={self.strategy!r}, error_format={self.error_format!r}{state}"
+        packed = (("state", self.state), ("weights", self.weights))
+        given = "".join(f", {name}={value!r}" for name, value in packed if value is not None)
+        return f"strategy={self.strategy!r}, error_format={self.error_format!r}{given}"
 
 
 #: Combinations of options, the most precise first: Note [The order of budgets]. State without error terms is
@@ -84,6 +89,7 @@ BUDGETS = (
     Budget("light", "byte", "bf16"),
     Budget("light", "exact", "block8"),
     Budget("light", "byte", "block8"),
+    Budget("light", "byte", "block8", weights="int16x32"),
 )
 
 
@@ -116,7 +122,9 @@ def budgets_for_parts(dtype: torch.dtype, pipeline: tuple[Pass, ...]) -> tuple[B
     infos = [InputInfo(name, name, role) for name, role in zip("pgmv", roles, strict=True)]
     gm = make_fx(adam, tracing_mode="fake")(*inputs)
     program = StepProgram(gm, infos, "light", "wide", ERROR_FORMATS["exact"])
-    return tuple(budget for budget in budgets_for(program, pipeline) if budget.state is None)
+    return tuple(
+        budget for budget in budgets_for(program, pipeline) if budget.state is None and budget.weights is None
+    )
 
 
 def best_budget(budgets: Sequence[Budget], limit: float) -> Budget:

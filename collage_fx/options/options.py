@@ -19,6 +19,7 @@ from collage_fx.choices import (
     PackedFormatName,
     Rounding,
     Strategy,
+    WeightFormatName,
     did_you_mean,
     names_of,
 )
@@ -53,6 +54,7 @@ class GivenOptions(TypedDict, total=False):
     mode: Mode | None
     rounding: Rounding | None
     state: PackedFormatName | None
+    weights: WeightFormatName | None
     bytes_per_parameter: float | Literal["auto"] | None
     changes: Changes
     passes: Sequence[Pass] | None
@@ -98,7 +100,8 @@ class Options(OptionFields):
     def asks_for_sizes(self) -> bool:
         """Whether the treatment of a tensor may depend on its sizes."""
         is_elementwise = ERROR_FORMATS[self.error_format].is_elementwise
-        return self.packs or bool(self.metrics or self.own_passes) or not is_elementwise
+        is_packed = self.packs or self.weights is not None
+        return is_packed or bool(self.metrics or self.own_passes) or not is_elementwise
 
     def not_by_family(self) -> Reason | None:
         """Return why equal updates cannot be compiled once for all with these options; None if they can."""
@@ -142,13 +145,16 @@ class Options(OptionFields):
                 where="rounding",
                 remedy="use rounding='nearest', or arithmetic='wide'",
             )
-        if self.state is not None and (self.arithmetic == "native" or self.strategy == "none"):
-            option = f"arithmetic={self.arithmetic!r}" if self.arithmetic == "native" else "strategy='none'"
-            raise InvalidOptionError(
-                f"state={self.state!r} packs what a step has computed in float32, which {option} does not do",
-                where="state",
-                remedy="leave it out, or use arithmetic='wide' and another strategy",
-            )
+        for name in ("state", "weights"):
+            value = getattr(self, name)
+            if value is not None and (self.arithmetic == "native" or self.strategy == "none"):
+                is_native = self.arithmetic == "native"
+                option = f"arithmetic={self.arithmetic!r}" if is_native else "strategy='none'"
+                raise InvalidOptionError(
+                    f"{name}={value!r} packs what a step has computed in float32, which {option} does not do",
+                    where=name,
+                    remedy="leave it out, or use arithmetic='wide' and another strategy",
+                )
         self._check_budget()
         refuse_incomplete(self.passes)
         if self.strategy == "none" and self.passes != PIPELINE:
@@ -186,7 +192,7 @@ class Options(OptionFields):
                 "'auto'",
             )
         default = Options.of()
-        for name in ("strategy", "error_format", "arithmetic", "rounding", "state"):
+        for name in ("strategy", "error_format", "arithmetic", "rounding", "state", "weights"):
             if getattr(self, name) != getattr(default, name):
                 raise InvalidOptionError(
                     f"bytes_per_parameter={budget!r} chooses {name}, but {name}={getattr(self, name)!r} is "

@@ -19,7 +19,7 @@ from collage_fx.graph import InputInfo
 from collage_fx.numerics import ErrorFormat
 from collage_fx.runtime.calls import Present
 from collage_fx.runtime.layouts import Expected, Layouts, picking, refuse_layout
-from collage_fx.state import ErrorTermRecord, ensure_record, has_error_terms, note_new, records_version
+from collage_fx.state import ErrorTermRecord, ensure_record, holds_more, note_new, records_version
 from collage_fx.torch_compat import Sharding, boxed_call, local_tensor
 
 #: Patterns of gradients that a step remembers.
@@ -203,7 +203,7 @@ def bind(index: int, info: InputInfo, error_format: ErrorFormat, *, reads: bool)
     binding = Binding(index, error_format, info.name, reads, is_made=info.is_made and not info.bound)
     if info.bound and info.tensor is not None:
         binding.bound = TensorWeakRef(info.tensor)
-        if not reads or has_error_terms(info.tensor):
+        if not reads or holds_more(info.tensor):
             binding.record = weakref.ref(ensure_record(info.tensor, error_format, name=info.name))
     return binding
 
@@ -242,7 +242,7 @@ class Binding:
         """Return the tensors that a step takes beside the input in a call."""
         if (record := self.record()) is None:
             tensor = self._tensor_in(arguments)
-            if self.reads and not has_error_terms(tensor):
+            if self.reads and not holds_more(tensor):
                 self.is_owner = False
                 return self.error_format.zeros(local_tensor(tensor))
             refuse_layout(tensor, self.name)

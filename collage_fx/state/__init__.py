@@ -19,6 +19,7 @@ from collage_fx.state.error_terms import (
     full_value,
     hand_over,
     has_error_terms,
+    holds_more,
     is_same_memory,
     note_new,
     packed_format,

@@ -127,6 +127,7 @@ class ErrorTermRecord:
         is_passing: whether it belongs to a tensor that a step has made for itself: no step remembers it.
         is_whole: whether hi and the buffers have been loaded together, as a whole value, which state dicts
             without error terms leave whole; it holds as long as there is a claim.
+        is_told: whether the user has been told that the program writes to the tensor, whose codes are kept.
         accepted: version of hi that the buffers have been declared to belong to, other than by a step.
         accepted_at: number of that event: :func:`next_event`.
         fitted: sizes, strides and device of the tensor that the buffers have been found to fit.
@@ -143,6 +144,7 @@ class ErrorTermRecord:
     is_new: bool = False
     is_passing: bool = False
     is_whole: bool = False
+    is_told: bool = False
     accepted: int = -1
     accepted_at: int = -1
     fitted: tuple[torch.Size, tuple[int, ...], torch.device] | None = None
@@ -204,12 +206,12 @@ class ErrorTermRecord:
         Raises:
             UnsupportedTensorError: a packed format cannot hold the values that the tensor has been given.
         """
-        self.is_used = True
+        was_used, self.is_used = self.is_used, True
         self.settle_claim()
         if (owner := self.owner()) is not None:
             _follow(self, local_tensor(owner))
         if not self.format.keeps_hi:
-            self._pack(name)
+            self._pack(name, was_used=was_used)
         return (*self.auxiliaries, self.start) if self.format.is_dithered else self.auxiliaries
 
     @property
@@ -227,7 +229,7 @@ class ErrorTermRecord:
         with real_tensors(), torch.no_grad():
             return torch.equal(bits_of(self.decode(hi)), bits_of(hi))
 
-    def _pack(self, name: str) -> None:
+    def _pack(self, name: str, *, was_used: bool) -> None:
         """Encode hi into the buffers, unless they hold it, and release its memory."""
         tensor = self.owner()
         if tensor is None or is_packed(tensor):
@@ -240,7 +242,9 @@ class ErrorTermRecord:
                     where=name,
                     remedy="let the state begin with what its optimizer makes, or leave state= out",
                 )
-            self._encode(hi)
+            if was_used and isinstance(tensor, torch.nn.Parameter):
+                self._warn_of_write(tensor, name)
+            self.encode(hi, keep_same=True)
         self._give_back(tensor)
 
     def move(self, device: torch.device) -> None:
@@ -266,19 +270,44 @@ class ErrorTermRecord:
         codes = self.auxiliaries[0]
         return torch.empty_strided(codes.shape, codes.stride(), dtype=self.dtype, device="meta")
 
-    def _encode(self, hi: Tensor) -> None:
-        rows = max(1, PART * len(hi) // hi.numel()) if self.format.by_rows else len(hi)
+    def _warn_of_write(self, tensor: Tensor, name: str) -> None:
+        """Warn, once, that the program has written to a packed weight between two steps."""
+        if self.accepted != version_of(tensor) and not self.is_told:
+            self.is_told = True
+            warn(
+                f"{name}: written to between two steps, by something else than the step. What was written "
+                f"has the bits of {self.dtype}; other elements keep theirs. To write a value with all its "
+                "bits, call collage_fx.assign(parameter, value); to read one, "
+                "collage_fx.full_value(parameter)"
+            )
+
+    def encode(self, value: Tensor, *, keep_same: bool = False) -> None:
+        """Encode a value in the buffers; with ``keep_same``, keep elements that round to it."""
+        rows = max(1, PART * len(value) // value.numel()) if self.format.by_rows else len(value)
         with real_tensors(), torch.no_grad():
-            for first in range(0, len(hi), rows):
+            for first in range(0, len(value), rows):
                 part = slice(first, first + rows)
-                encoded = self.format.split(hi[part].to(torch.float32), hi.dtype)[1:]
+                wide = value[part].to(torch.float32)
+                if keep_same:
+                    rows_of = [each[part] if each.dim() else each for each in self.auxiliaries]
+                    held = self.format.join(value[part], *rows_of)
+                    is_same = bits_of(held.to(value.dtype)) == bits_of(value[part])
+                    wide = torch.where(is_same, held, wide)
+                encoded = self.format.split(wide, self.dtype)[1:]
                 for mine, new in zip(self.auxiliaries, encoded, strict=True):
                     if mine.dim():  # a 0-d auxiliary counts steps
                         mine[part] = new
 
     def decode(self, hi: Tensor) -> Tensor:
         """Return the value that the buffers hold."""
-        return self.format.join(hi, *self.auxiliaries).to(hi.dtype)
+        return self.format.decoded(hi, *self.auxiliaries)
+
+    def value_at(self, places: tuple[slice, ...]) -> Tensor:
+        """Return the whole value, in float32, at slices of the tensor, or of its rows alone."""
+        tensor = self.owner()
+        hi = self.layout() if tensor is None or is_packed(tensor) else local_tensor(tensor.detach())
+        terms = [each[places] if each.dim() else each for each in self.auxiliaries]
+        return self.format.join(hi[places], *terms)
 
     def decoded_parts(self, elements: int) -> Iterator[tuple[Tensor, Sequence[Tensor]]]:
         """Yield rows of a packed tensor, decoded, with their auxiliaries, about ``elements`` at a time."""
@@ -337,6 +366,12 @@ def has_error_terms(tensor: Tensor) -> bool:
     """Return whether a tensor has error terms; a record alone may have none."""
     found = record_of(host_twin(tensor))
     return found is not None and found.format.keeps_error
+
+
+def holds_more(tensor: Tensor) -> bool:
+    """Return whether a tensor has error terms, or is packed."""
+    found = record_of(tensor)
+    return found is not None and found.holds_more
 
 
 def note_new(tensor: Tensor) -> None:
@@ -471,10 +506,13 @@ def packed_tensor(
     shape: tuple[int, ...],
     stride: tuple[int, ...],
     saved: tuple[Tensor, ...],
+    *,
+    requires_grad: bool | None = None,
 ) -> Tensor:
     """Make a packed tensor from its saved auxiliaries. Files name this function: it is part of their format.
 
-    The tensor takes over the saved auxiliaries; dtype, sizes and strides are its own.
+    The tensor takes over the saved auxiliaries; dtype, sizes and strides are its own. It is a parameter if
+    ``requires_grad`` is given.
 
     Raises:
         CheckpointMismatchError: the auxiliaries do not fit such a tensor.
@@ -493,6 +531,8 @@ def packed_tensor(
         loaded = [spec.loaded(each) for spec, each in zip(specs, saved, strict=True)]
         auxiliaries = _fitted(specs, loaded, device)
         tensor = torch.empty((), dtype=dtype, device=device).expand(shape)
+        if requires_grad is not None:
+            tensor = torch.nn.Parameter(tensor, requires_grad)
         start = torch.zeros((), dtype=torch.int32, device=device)
     made = ErrorTermRecord(error_format, dtype, auxiliaries, start, TensorWeakRef(tensor))
     with _LOCK:
@@ -738,6 +778,13 @@ def full_value(tensor: Tensor, dtype: torch.dtype = torch.float64) -> Tensor:
     2**-44 of hi).
     """
     record = record_of(tensor) if host_twin(tensor) is tensor else None
+    if record is not None and is_packed(tensor):
+        record.settle()
+        value = torch.empty_like(record.auxiliaries[0], dtype=dtype)
+        whole = value, *record.auxiliaries
+        for part, *rows in _rows_of(*whole) if record.format.by_rows else [whole]:
+            part.copy_(record.format.join(part, *rows))
+        return distributed_like(tensor, value)
     if record is None or not (record.is_current and _is_joined(record, dtype)):
         value = local_tensor(tensor.detach()).to(dtype, copy=True)
         for term in map(local_tensor, error_terms(tensor)):
@@ -815,9 +862,14 @@ def write(tensor: Tensor, value: Tensor, record: ErrorTermRecord | None) -> None
     pieces, mine = sharding_of(tensor), local_tensor(tensor)
     source = whole_tensor(value) if pieces is None else local_tensor(value, pieces)
     if record is None or not record.format.keeps_hi:
-        mine.copy_(source)
+        if record is None or record.format.why_not_values(source):
+            mine.copy_(source)
+        else:
+            record.encode(source.to(mine.device))
+            if not is_packed(tensor):
+                mine.copy_(record.decode(mine))
         if record is not None:
-            record.clear()
+            record.drop_claim()
         return
     whole = source, mine, *record.auxiliaries
     for part, *into in _rows_of(*whole) if record.format.is_elementwise else [whole]:

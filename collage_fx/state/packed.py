@@ -11,30 +11,40 @@ as for a trace by Dynamo (:func:`unpack`) and for recorded steps, until the next
 value that has not changed since it was decoded is not encoded again. Dynamo guards state of torch.optim by
 identity; state of other optimizers by the class too, unless told not to.
 
+A packed parameter is a leaf of autograd as before. A function that is given it gets a decoded copy, through
+which the gradient flows, and autograd keeps no decoded copy for the backward pass, but decodes again then:
+one weight at a time has memory. Views of a weight (``w.t()``), which a program may keep, keep it as long.
+Dynamo traces the decoding as one operator.
+
 Copies (``copy.deepcopy``), pickles, and tensors moved to another device are packed tensors too, with copies
-of the buffers, and nothing is decoded, except those of a DTensor's shard.
+of the buffers, and nothing is decoded, except those of a DTensor's shard. The pickle of a parameter is that
+of a plain one, with its value in its dtype: a model's file has to be read without this package.
 
 Code that bypasses Python, as extensions in C++ do, reads NaNs, and cannot write.
 """
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any, TypeGuard, cast
 
 import torch
 from torch import Tensor
 
+from collage_fx.numerics import WEIGHT_FORMATS, define_operator
 from collage_fx.torch_compat import (
     distributed_like,
     guard_by_identity,
     has_storage,
+    is_compilation_running,
     local_tensor,
     pytree,
     real_tensors,
     storage_of,
+    untraced,
     version_of,
     without_torch_function,
 )
@@ -45,17 +55,23 @@ if TYPE_CHECKING:
 
 _ATTRIBUTES = (
     *("shape", "dtype", "device", "layout", "ndim", "itemsize", "requires_grad", "grad", "grad_fn"),
-    *("is_leaf", "is_cuda", "is_sparse", "is_meta", "is_quantized"),
+    *("is_leaf", "grad_dtype", "is_cuda", "is_sparse", "is_meta", "is_quantized"),
 )
+#: Descriptors of attributes that are written, too: a leaf of autograd has them itself.
+_OWN: Any = (Tensor.grad, Tensor.requires_grad)
 #: Facts that a packed tensor answers without decoding.
 _FACTS = {
-    *(getattr(Tensor, name).__get__ for name in _ATTRIBUTES),
+    *(getattr(Tensor, name).__get__ for name in _ATTRIBUTES if hasattr(Tensor, name)),
+    *(each.__set__ for each in _OWN),
+    *(_OWN[0].__delete__, Tensor.requires_grad_),
+    *(Tensor.register_hook, Tensor.register_post_accumulate_grad_hook),
     *(Tensor.size, Tensor.dim, Tensor.numel, Tensor.nelement, Tensor.element_size, Tensor.__len__),
     *(Tensor.is_floating_point, Tensor.is_complex, Tensor.is_neg, Tensor.is_conj, Tensor.__hash__),
 }
 #: Facts about the layout, answered as if the tensor had memory.
 _LAYOUT = {Tensor.stride, Tensor.is_contiguous, Tensor.storage_offset}
 _DATA: Any = Tensor.data
+_TENSOR: Any = Tensor
 #: Functions that make a writable alias.
 _ALIASES = {Tensor.detach, _DATA.__get__, Tensor.view_as}
 #: Functions that replace a tensor's memory.
@@ -64,6 +80,15 @@ _REPLACEMENTS = {_DATA.__set__, Tensor.set_}
 _EXPOSURES = {
     *(Tensor.untyped_storage, Tensor.storage, Tensor.data_ptr),
     *(Tensor.numpy, Tensor.__array__, Tensor.__dlpack__),
+}
+#: Functions whose result may be a view: an in-place operation on it would write to the packed tensor.
+_VIEWS = {
+    *(Tensor.t, Tensor.view, Tensor.reshape, Tensor.transpose, Tensor.permute, Tensor.expand, Tensor.flatten),
+    *(Tensor.__getitem__, Tensor.squeeze, Tensor.unsqueeze, Tensor.narrow, Tensor.select, Tensor.split),
+    *(Tensor.chunk, Tensor.unbind, Tensor.as_strided, Tensor.unflatten, Tensor.movedim, Tensor.contiguous),
+    *(_TENSOR.T.__get__, _TENSOR.mT.__get__, Tensor.__iter__, Tensor.diagonal, Tensor.expand_as),
+    *(torch.t, torch.transpose, torch.permute, torch.reshape, torch.flatten, torch.squeeze, torch.unsqueeze),
+    *(torch.narrow, torch.select, torch.split, torch.chunk, torch.unbind, torch.as_strided, torch.movedim),
 }
 #: Functions whose result counts as a copy, even if it is the same memory.
 _COPIES = {Tensor.cpu}
@@ -80,18 +105,62 @@ class PackedTensor(Tensor):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if torch.compiler.is_dynamo_compiling():
+            return _traced(func, args, kwargs or {})
+        return _call()(func, args, kwargs or {})
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        if not isinstance(self, torch.nn.Parameter):
+            return super().__deepcopy__(memo)
+        return _deep_copy(self, memo, requires_grad=self.requires_grad)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        if isinstance(self, torch.nn.Parameter):
+            return _plain_parameter(self).__reduce_ex__(protocol)
+        return super().__reduce_ex__(protocol)
+
+
+@functools.cache
+def _call() -> Callable[[Any, Any, Any], Any]:
+    """Return the function that calls torch's functions with packed tensors; Dynamo traces no frame of it."""
+    return untraced(PackedTensor.__torch_function__, _called)
+
+
+def _called(func: Any, args: Any, kwargs: Any) -> Any:
+    with without_torch_function():
+        if func in _FACTS or _is_ours(func) or is_compilation_running():
+            return func(*args, **kwargs)
+        if func in _LAYOUT:
+            return func(_laid_out(args[0]), *args[1:], **kwargs)
+        if func in _ALIASES and isinstance(args[0], PackedTensor):
+            alias = _make_packed(args[0].detach(), args[0].record)
+            _is_still_packed(alias)
+            return alias
+        if func in _REMADE and _is_still_packed(args[0]) and local_tensor(args[0]) is args[0]:
+            return _REMADE[func](*args, **kwargs)
+        return _call_decoded(func, args, kwargs)
+
+
+def _is_ours(func: Any) -> bool:
+    """Return whether a function is an operator of ours, which finds the whole value itself."""
+    return getattr(func, "namespace", None) == DECODED.namespace
+
+
+def _traced(func: Any, args: Any, kwargs: Any) -> Any:
+    """Call a function as Dynamo traces it; the trace ends where the result may be written to."""
+    if _is_ours(func):
         with without_torch_function():
-            if func in _FACTS:
-                return func(*args, **(kwargs or {}))
-            if func in _LAYOUT:
-                return func(_laid_out(args[0]), *args[1:], **(kwargs or {}))
-            if func in _ALIASES and isinstance(args[0], PackedTensor):
-                alias = _make_packed(args[0].detach(), args[0].record)
-                _is_still_packed(alias)
-                return alias
-            if func in _REMADE and _is_still_packed(args[0]) and local_tensor(args[0]) is args[0]:
-                return _REMADE[func](*args, **(kwargs or {}))
-            return _call_decoded(func, args, kwargs or {})
+            return func(*args, **kwargs)
+    is_writable = not torch.is_grad_enabled()  # torch refuses to write to a view of a leaf otherwise
+    if func in _ALIASES and is_writable:
+        return args[0]
+    name = func.__name__
+    writes = name == "__setitem__" or name[-1] == "_" != name[-2]
+    if (writes and isinstance(args[0], PackedTensor)) or func in _ALIASES or (func in _VIEWS and is_writable):
+        torch._dynamo.graph_break()
+    with without_torch_function():
+        args, kwargs = pytree.tree_map_only(PackedTensor, DECODED, (args, kwargs))
+        return func(*args, **kwargs)
 
 
 @functools.cache
@@ -108,6 +177,7 @@ def pack(tensor: Tensor, record: ErrorTermRecord) -> None:
     """Release a tensor's memory: its value is decoded from its record from now on."""
     move_packed(tensor, local_tensor(tensor).device)
     guard_by_identity(tensor)
+    _call()
     _make_packed(tensor, record)
 
 
@@ -130,8 +200,14 @@ def decoded(tensor: Tensor) -> Tensor:
     """Decode a packed tensor to a new tensor, sharded like it; return any other tensor unchanged."""
     if not isinstance(tensor, PackedTensor):
         return tensor
-    with real_tensors(), torch.no_grad():
+    # A tensor of inference mode would not tell whether it has been written to.
+    with real_tensors(), torch.inference_mode(False), torch.no_grad():
         return distributed_like(tensor, tensor.record.decode(local_tensor(tensor)))
+
+
+def _plain_parameter(tensor: Tensor) -> torch.nn.Parameter:
+    """Return another parameter with the value of a packed one, rounded to its dtype."""
+    return torch.nn.Parameter(decoded(tensor), tensor.requires_grad)
 
 
 def plain_class(tensor: Tensor) -> type[Tensor]:
@@ -181,15 +257,17 @@ def _laid_out(tensor: Tensor) -> Tensor:
     return tensor
 
 
-def _deep_copy(tensor: PackedTensor, memo: dict[int, Any]) -> Tensor:
+def _deep_copy(tensor: PackedTensor, memo: dict[int, Any], **options: Any) -> Tensor:
     if id(tensor) not in memo:
         make, arguments = tensor.record.recipe()
-        memo[id(tensor)] = make(*copy.deepcopy(arguments, memo))
+        memo[id(tensor)] = make(*copy.deepcopy(arguments, memo), **options)
     return cast(Tensor, memo[id(tensor)])
 
 
 def _to(tensor: PackedTensor, *args: Any, **kwargs: Any) -> Any:
     """Replace ``Tensor.to``: the result is packed if dtype and strides stay the same."""
+    if tensor.requires_grad and torch.is_grad_enabled():
+        return _call_decoded(Tensor.to, (tensor, *args), kwargs)
     probe = torch.empty((), dtype=tensor.dtype, device=tensor.device)
     if kwargs.get("memory_format") not in (None, torch.preserve_format):
         return _call_decoded(Tensor.to, (tensor, *args), kwargs)
@@ -203,9 +281,16 @@ def _to(tensor: PackedTensor, *args: Any, **kwargs: Any) -> Any:
     return make(*pytree.tree_map_only(Tensor, to_there, arguments))
 
 
+def _reduced(tensor: PackedTensor, protocol: int) -> Any:
+    """Replace ``Tensor.__reduce_ex__``: a file holds the codes of state, and the values of weights."""
+    if tensor.record.format in WEIGHT_FORMATS.values():
+        return decoded(tensor).__reduce_ex__(protocol)
+    return tensor.record.recipe()
+
+
 #: torch's functions that make packed tensors of packed tensors -> our replacements.
 _REMADE: dict[Any, Callable[..., Any]] = {
-    Tensor.__reduce_ex__: lambda tensor, protocol: tensor.record.recipe(),
+    Tensor.__reduce_ex__: _reduced,
     Tensor.__deepcopy__: _deep_copy,
     Tensor.to: _to,
 }
@@ -228,22 +313,79 @@ def _call_decoded(func: Any, args: Any, kwargs: Any) -> Any:
         if not _is_still_packed(each):
             return each
         if each.record not in replaced:
-            made = decoded(each)
+            is_weight = each.requires_grad and torch.is_grad_enabled()
+            made = _Decode.apply(each) if is_weight else decoded(each)
             replaced[each.record] = each, made, version_of(local_tensor(made))
         return replaced[each.record][1]
 
-    result = func(*pytree.tree_map(plain, args), **pytree.tree_map(plain, kwargs))
+    if kwargs or any(isinstance(each, list | tuple | dict) for each in args):
+        args, kwargs = pytree.tree_map(plain, (args, kwargs))
+    else:  # as operations of models are called
+        args = tuple(map(plain, args))
+    weights = {storage_of(made): tensor for tensor, made, _ in replaced.values() if made.requires_grad}
+    with _decoding_again(weights) if weights else contextlib.nullcontext():
+        result = func(*args, **kwargs)
     tensors = (local_tensor(each) for each in pytree.tree_leaves(result) if isinstance(each, Tensor))
     shown = {storage_of(each) for each in tensors if has_storage(each)}
     originals: dict[int, Tensor] = {}
     for tensor, made, version in replaced.values():
         memory = local_tensor(made)
-        is_shown = storage_of(memory) in shown and func not in _COPIES
+        is_written, is_weight = version_of(memory) != version, made.requires_grad
+        if is_weight and is_written:
+            raise RuntimeError("a leaf Variable that requires grad is being used in an in-place operation.")
+        is_shown = storage_of(memory) in shown and func not in _COPIES and not is_weight
         is_seen = is_shown or func in _EXPOSURES or func in _REPLACEMENTS
-        if is_seen or version_of(memory) != version:
+        if is_seen or is_written:
             _restore_memory(tensor, made)
             originals[id(made)] = tensor
     return pytree.tree_map(lambda each: originals.get(id(each), each), result)
+
+
+def _decoding_again(weights: Mapping[int, PackedTensor]) -> contextlib.AbstractContextManager[Any]:
+    """Return a context in which autograd saves no decoded weight, given by its storage, but decodes again."""
+
+    def leave_out(saved: Tensor) -> Any:
+        weight = weights.get(storage_of(saved)) if has_storage(saved) else None
+        if weight is None:
+            return saved
+        return weight, version_of(weight), saved.size(), saved.stride(), saved.storage_offset()
+
+    def decode_again(saved: Any) -> Tensor:
+        if isinstance(saved, Tensor):
+            return saved
+        weight, version, *layout = saved
+        with without_torch_function():
+            if version_of(weight) != version:
+                raise RuntimeError(
+                    "one of the variables needed for gradient computation has been modified by an inplace "
+                    f"operation: a weight of sizes {tuple(weight.shape)} was updated after its forward pass"
+                )
+            return decoded(weight).as_strided(*layout)
+
+    return torch.autograd.graph.saved_tensors_hooks(leave_out, decode_again)
+
+
+class _Decode(torch.autograd.Function):
+    """Function that decodes a packed parameter, and whose gradient is the parameter's."""
+
+    @staticmethod
+    def forward(context: Any, weight: Tensor) -> Tensor:
+        return decoded(weight)
+
+    @staticmethod
+    def backward(context: Any, gradient: Any) -> Any:
+        return gradient
+
+
+#: Operator that Dynamo traces for :class:`_Decode`. CUDA graphs leave it out: it reads memory that is not
+#: among its arguments.
+DECODED = define_operator(
+    "decoded(Tensor weight) -> Tensor",
+    lambda weight: decoded(weight).contiguous() if is_packed(weight) else weight.clone(),
+    lambda weight: torch.empty_like(weight, memory_format=torch.contiguous_format),
+    torch.Tag.cudagraph_unsafe,
+    gradient=lambda _, gradient: gradient,
+)
 
 
 def _is_still_packed(each: Any) -> TypeGuard[PackedTensor]:

@@ -110,9 +110,10 @@ def _write_detector(slots: Sequence[_Slot], optimizer: str) -> WriteDetector:
     named = ((slot.name, slot.value) for slot in slots if slot.name and is_low_precision(slot.value.dtype))
     for name, value in named:
         piece = local_tensor(value)
+        if is_packed(value):
+            continue  # written to, it is unpacked, and compared with its codes
         if not isinstance(value, Parameter):
-            if not is_packed(value):
-                state.append((name, value))
+            state.append((name, value))
         # Another optimizer's step may give a parameter its error terms. Wrappers are made of other tensors.
         elif has_storage(piece) and not is_wrapper(piece):
             parameters.append((name, value))

@@ -49,9 +49,7 @@ class WriteDetector:
     def __init__(
         self, parameters: Sequence[tuple[str, Tensor]], state: Sequence[tuple[str, Tensor]], subject: str
     ) -> None:
-        self.names = [name for name, _ in parameters]
-        self.tensors = [tensor for _, tensor in parameters]
-        self._positions = {id(tensor): i for i, tensor in enumerate(self.tensors)}
+        self._watch(parameters)
         parts = [state[i::TURNS] for i in range(min(TURNS, len(state)))]
         self._state_names = [[name for name, _ in part] for part in parts]
         # Lists that stay: reference counts tell whether the program holds a tensor.
@@ -68,6 +66,11 @@ class WriteDetector:
         self._peek: Peek | None = None
         self._strides: list[tuple[int, ...]] = []
 
+    def _watch(self, parameters: Sequence[tuple[str, Tensor]]) -> None:
+        self.names = [name for name, _ in parameters]
+        self.tensors = [tensor for _, tensor in parameters]
+        self._positions = {id(tensor): i for i, tensor in enumerate(self.tensors)}
+
     def take_over(self, other: WriteDetector) -> bool:
         """Take over the knowledge of an earlier detector; return whether it had the same parameters."""
         self._is_state_told = other._is_state_told
@@ -83,6 +86,9 @@ class WriteDetector:
         return any(id(each) in tensors for each in self.tensors)
 
     def note(self) -> None:
+        if not {*map(type, self.tensors)} <= _PLAIN:  # a packed weight is unpacked when it is written to
+            named = zip(self.names, self.tensors, strict=True)
+            self._watch([each for each in named if not isinstance(each[1], PackedTensor)])
         self._elements = self._sampled()
         if self._elements is None and is_library_loaded() and all(map(_is_in_host_memory, self.tensors)):
             self._peek = Peek(self.tensors)
@@ -227,6 +233,8 @@ class WriteDetector:
             )
 
 
+_PLAIN = frozenset((Tensor, Parameter))
+
 #: Version of a packed tensor, whose version counter is not read, as that would decode it.
 _PACKED = -1
 
@@ -238,7 +246,7 @@ def _part(i: int) -> slice:
 
 def _versions_of(tensors: Sequence[Tensor]) -> list[int]:
     """Return the version counters of tensors, ``_PACKED`` for packed tensors."""
-    if {*map(type, tensors)} <= {Tensor, Parameter}:  # asked in each step
+    if {*map(type, tensors)} <= _PLAIN:  # asked in each step
         return [*map(version_of, tensors)]
     return [_PACKED if isinstance(each, PackedTensor) else version_of(each) for each in tensors]
 

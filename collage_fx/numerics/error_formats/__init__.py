@@ -20,6 +20,7 @@ from collage_fx.numerics.error_formats.dither import Sum as Sum
 from collage_fx.numerics.error_formats.exact import Exact as Exact
 from collage_fx.numerics.error_formats.fp32 import Fp32 as Fp32
 from collage_fx.numerics.error_formats.mcf import Mcf as Mcf
+from collage_fx.numerics.error_formats.weights import Weights as Weights
 
 #: Registered formats that keep hi, by name. The first that an arithmetic can use is its default.
 ERROR_FORMATS: dict[str, ErrorFormat] = {fmt.name: fmt for fmt in (Exact(), Mcf(), Fp32(), Byte(), Dither())}
@@ -34,8 +35,11 @@ PACKED_FORMATS["bf16"] = (Bf16(),) * 2
 #: Format of float32 parameters whose last sum is rounded by dither.
 SUM = Sum()
 
+#: Registered formats of packed weights, by the value of the option ``weights``.
+WEIGHT_FORMATS: dict[str, ErrorFormat] = {fmt.name: fmt for fmt in (Weights(),)}
+
 
 def format_named(name: str) -> ErrorFormat | None:
     """Return the registered format of a name, packed or not; None if there is none."""
     packed = {fmt.name: fmt for pair in PACKED_FORMATS.values() for fmt in pair}
-    return ({SUM.name: SUM} | ERROR_FORMATS | packed).get(name)
+    return ({SUM.name: SUM} | ERROR_FORMATS | packed | WEIGHT_FORMATS).get(name)

@@ -246,6 +246,10 @@ class ErrorFormat(ABC):
         is_beyond = self.split(value, hi.dtype)[0] != hi
         return self.split(torch.where(is_beyond, torch.nextafter(value, near), value), hi.dtype)[1:]
 
+    def decoded(self, hi: Tensor, *auxiliaries: Tensor) -> Tensor:
+        """Return :meth:`join` in the dtype of hi; it is not traced."""
+        return self.join(hi, *auxiliaries).to(hi.dtype)
+
     def noise(self, change: float, size: Tensor, rest: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """Return the share of a step's changes that a store loses, and the variance of its error.
 
