@@ -63,7 +63,7 @@ class Allocate(Pass):
 
 
 def _reads(program: StepProgram) -> Iterator[Expansion]:
-    whole = program.already_compensated | program.may_get_terms | program.packed_weights.keys()
+    whole = program.already_compensated | program.may_get_terms
     read = whole.difference(state.position for state in program.states)
     for position, node in enumerate(placeholders(program.gm.graph)):
         if position in read and is_low_precision_tensor(node):

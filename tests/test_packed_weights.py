@@ -520,5 +520,4 @@ def test_an_average_compiled_with_the_backend_reads_packed_weights() -> None:
         now = whole(model)
         exact = now if not exact else [0.9 * old + 0.1 * new for old, new in zip(exact, now, strict=True)]
     for mine, value in zip(average.module.parameters(), exact, strict=True):
-        # It reads weights in bfloat16, whose errors, 2**-9 at most, are independent.
         assert float((full_value(mine).detach() - value).norm() / value.norm()) < 2.0**-15

@@ -849,8 +849,9 @@ class Compilation:
         program.packed_weights = {
             i: fmt
             for i, (_, info) in enumerate(graph.inputs)
-            if (fmt := _packed_format(info)) in WEIGHT_FORMATS.values() and fmt is not None
+            if not self.optimizers and (fmt := _packed_format(info)) and fmt in WEIGHT_FORMATS.values()
         }
+        program.already_compensated |= program.packed_weights.keys()
         if any(node not in graph.stores for _, node, _ in having):
             program.arithmetic = "wide"  # "native" reads only hi of tensors that it does not update
         if self.options.bytes_per_parameter is not None:
