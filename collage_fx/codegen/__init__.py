@@ -25,4 +25,10 @@ from collage_fx.codegen.kernels import FLAGS, flat_kernel, number_kernel
 from collage_fx.codegen.lowerings import REVISION
 from collage_fx.codegen.spellings import NoSpelling
 from collage_fx.codegen.triton_kernels import table_kernel
-from collage_fx.codegen.whole_values import are_halves, has_fast_passes, hash_sum, join_halves
+from collage_fx.codegen.whole_values import (
+    are_halves,
+    decode_blocks,
+    has_fast_passes,
+    hash_sum,
+    join_halves,
+)

@@ -12,6 +12,7 @@ from typing import Any
 
 from torch import Tensor
 
+from collage_fx.numerics import FIRST_SCALE
 from collage_fx.torch_compat import ADDRESS_OF_TENSOR, load_cpp_library
 
 #: Number of elements of a tensor that are compared with their values after the last step.
@@ -40,6 +41,7 @@ def _source() -> str:
     signed = "PEEKED", "CELL", "MOST_ARGUMENTS", "NO_PLACE", "TOTAL", "MEAN"
     lines = [f"#define {name} {globals()[name]}\n" for name in signed]
     lines += [f"#define {name} {globals()[name]}u\n" for name in ("PAIR", "FIRST", "SECOND")]
+    lines += [f"#define FIRST_SCALE {FIRST_SCALE}u\n"]
     files = (Path(__file__).with_name(name) for name in ("address_tables.cpp", "whole_values.cpp"))
     return "".join([*lines, *(file.read_text(encoding="utf-8") for file in files)])
 
@@ -60,6 +62,7 @@ def load_library() -> Any:
         "peek": ctypes.PYFUNCTYPE(None, word, *[pointer] * 3),
         "hash_sum": ctypes.CFUNCTYPE(word, pointer, pointer, word, word, word),
         "join_halves": ctypes.CFUNCTYPE(None, pointer, pointer, word, pointer, word, word),
+        "decode_blocks": ctypes.CFUNCTYPE(None, pointer, pointer, word, pointer, word),
     }
     return SimpleNamespace(**{name: kind((name, library)) for name, kind in types.items()})
 

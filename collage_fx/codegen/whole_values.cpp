@@ -67,3 +67,21 @@ extern "C" void join_halves(
     join_as(hi, rest, n, static_cast<float*>(values), threads);
   }
 }
+
+// Numbers of 16-bit codes, 32 in the order of memory with a scale's byte, as bfloat16: Note [Blocks].
+extern "C" void decode_blocks(
+    const int16_t* codes, const uint8_t* scales, Word blocks, uint16_t* values, Word threads) {
+  constexpr Word LENGTH_OF_BLOCK = 32, MANY = BLOCK / LENGTH_OF_BLOCK;
+#pragma omp parallel for num_threads(threads) if (threads > 1)
+  for (Word first = 0; first < blocks; first += MANY) {
+    for (Word i = first; i < std::min(first + MANY, blocks); ++i) {
+      const float scale = std::bit_cast<float>((uint32_t(scales[i]) + FIRST_SCALE) << 22);
+      const float unit = scale * (1.0f / 32767);
+      const bool is_finite = scales[i] != 255;
+      for (Word j = LENGTH_OF_BLOCK * i; j < LENGTH_OF_BLOCK * (i + 1); ++j) {
+        const uint32_t bits = std::bit_cast<uint32_t>(float(codes[j]) * unit);
+        values[j] = is_finite ? uint16_t((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16) : uint16_t(0x7FC0);
+      }
+    }
+  }
+}

@@ -50,3 +50,16 @@ def join_halves(hi: Tensor, rest: Tensor, values: Tensor) -> None:
     """
     given = hi.data_ptr(), rest.data_ptr(), hi.numel(), values.data_ptr(), values.element_size()
     load_library().join_halves(*given, torch.get_num_threads())
+
+
+def decode_blocks(codes: Tensor, scales: Tensor) -> Tensor:
+    """Return the bfloat16 numbers of codes, as ``BLOCK_VALUES`` has them for 16 bits and either sign.
+
+    Args:
+        codes: dense int16 tensor, whose rows consist of blocks of 32.
+        scales: a byte for each block, in the order of memory.
+    """
+    values = torch.empty_like(codes, dtype=torch.bfloat16)
+    given = codes.data_ptr(), scales.data_ptr(), scales.numel(), values.data_ptr()
+    load_library().decode_blocks(*given, torch.get_num_threads())
+    return values

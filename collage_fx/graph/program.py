@@ -236,8 +236,7 @@ class StepProgram:
         summed: set by ``sum-changes``: number of updates that it has rewritten.
         packed: ``(format of signed state, format of never negative state)`` if state is packed.
         weights: format of parameters if they are packed.
-        packed_weights: formats of parameters that an optimizer's steps pack, by position, in a function beside
-            them.
+        packed_weights: formats of parameters that an optimizer packs, by position, in a function beside it.
         takes_float32: whether float32 parameters and their state are among ``states``, because state is to be
             packed, or its bytes are limited, or float32 parameters are rounded by dither.
         sums_float32: whether the last sum of float32 parameters, too, is rounded by dither.

@@ -11,6 +11,7 @@ from collage_fx.numerics.blocks import BLOCK_OPERATORS as BLOCK_OPERATORS
 from collage_fx.numerics.blocks import BLOCK_SCALES as BLOCK_SCALES
 from collage_fx.numerics.blocks import BLOCK_VALUES as BLOCK_VALUES
 from collage_fx.numerics.blocks import CODES as CODES
+from collage_fx.numerics.blocks import FIRST_SCALE as FIRST_SCALE
 from collage_fx.numerics.blocks import block_code as block_code
 from collage_fx.numerics.blocks import block_scale as block_scale
 from collage_fx.numerics.blocks import block_unit as block_unit

@@ -43,7 +43,7 @@ LARGEST = {(8, True): 127, (8, False): 255, (16, True): 32767, (16, False): 6553
 
 #: The byte of a scale plus this, times 2**22, is the bit pattern of the scale in float32: 1 = 2**-80, 254 =
 #: 1.5 * 2**46. Roots of non-zero float32 numbers are at least 2**-75.
-_FIRST_SCALE = 93
+FIRST_SCALE = 93
 SMALLEST_SCALE = 2.0**-80
 _LARGEST_SCALE = 1.5 * 2.0**46
 _NOT_FINITE = 255
@@ -55,7 +55,7 @@ def block_scale(largest: Tensor) -> Tensor:
     Magnitudes below 2**-80 have that scale; magnitudes above 1.5 * 2**46 count as not finite.
     """
     bits = largest.view(torch.int32)
-    byte = torch.maximum(((bits - 1) >> 22) - (_FIRST_SCALE - 1), scalar_like(1, bits))
+    byte = torch.maximum(((bits - 1) >> 22) - (FIRST_SCALE - 1), scalar_like(1, bits))
     byte = torch.where(largest <= _LARGEST_SCALE, byte, scalar_like(_NOT_FINITE, bits))  # also for a NaN
     return torch.where(largest == 0, scalar_like(0, bits), byte).to(torch.uint8)
 
@@ -63,13 +63,13 @@ def block_scale(largest: Tensor) -> Tensor:
 def _scale(byte: Tensor) -> Tensor:
     """Return the scale of a byte in float32: NaN for 255, any number for 0, a block of zeros."""
     bits = byte.to(torch.int32)
-    scale = ((bits + _FIRST_SCALE) << 22).view(torch.float32)
+    scale = ((bits + FIRST_SCALE) << 22).view(torch.float32)
     return torch.where(bits == _NOT_FINITE, scalar_like(float("nan"), scale), scale)
 
 
 def _inverse(byte: Tensor) -> Tensor:
     """Return the inverse of the scale of a byte, with 2/3 rounded; any number for 0 and 255."""
-    doubled = byte.to(torch.int32) + _FIRST_SCALE
+    doubled = byte.to(torch.int32) + FIRST_SCALE
     power = ((254 - (doubled >> 1)) << 23).view(torch.float32)
     return torch.where((doubled & 1) == 1, power * (2 / 3), power)
 

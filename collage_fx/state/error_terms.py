@@ -38,7 +38,7 @@ import torch
 from torch import Tensor
 from torch.utils.weak import TensorWeakRef, WeakIdKeyDictionary, WeakIdRef, WeakTensorKeyDictionary
 
-from collage_fx.codegen import are_halves, join_halves
+from collage_fx.codegen import are_halves, decode_blocks, has_fast_passes, join_halves
 from collage_fx.errors import (
     CheckpointMismatchError,
     ConflictingErrorFormatError,
@@ -51,6 +51,7 @@ from collage_fx.numerics import (
     AuxiliarySpec,
     ErrorFormat,
     Exact,
+    Weights,
     format_named,
     is_low_precision,
 )
@@ -300,6 +301,10 @@ class ErrorTermRecord:
 
     def decode(self, hi: Tensor) -> Tensor:
         """Return the value that the buffers hold."""
+        codes, *others = self.auxiliaries
+        is_weight = isinstance(self.format, Weights) and hi.dtype is torch.bfloat16
+        if is_weight and has_fast_passes(codes, others[0]):
+            return decode_blocks(codes, others[0])
         return self.format.decoded(hi, *self.auxiliaries)
 
     def value_at(self, places: tuple[slice, ...]) -> Tensor:

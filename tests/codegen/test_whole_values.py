@@ -7,8 +7,8 @@ from torch import Tensor
 import collage_fx
 from collage_fx import full_value, install
 from collage_fx.choices import ErrorFormatName
-from collage_fx.codegen import are_halves, hash_sum, join_halves, load_library
-from collage_fx.numerics import arithmetic
+from collage_fx.codegen import are_halves, decode_blocks, hash_sum, join_halves, load_library
+from collage_fx.numerics import Weights, arithmetic
 from collage_fx.state import fingerprints
 from tests.support.substitutes import no_fast_passes
 
@@ -80,6 +80,28 @@ def test_values_of_all_halves_are_those_of_the_eager_function(rest: int, dtype: 
     integers = torch.int32 if dtype is torch.float32 else torch.int64
     of_numbers = ~values.isnan()  # also the sign of a zero
     assert torch.equal(values.view(integers)[of_numbers], expected.view(integers)[of_numbers])
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_decoded_weights_are_those_of_the_format(seed: int) -> None:
+    """Every scale, with drawn codes: numbers that are not finite, ties, and zeros among them."""
+    torch.manual_seed(seed)
+    codes = torch.randint(-32768, 32768, (4 * 256, 32), dtype=torch.int16)
+    codes[:, :3] = torch.tensor([0, 32767, -32767], dtype=torch.int16)
+    scales = torch.arange(256, dtype=torch.uint8).repeat(4).reshape(-1, 1)
+    hi, count = torch.empty_like(codes, dtype=torch.bfloat16), torch.zeros((), dtype=torch.int32)
+    found = decode_blocks(codes, scales)
+    fmt = Weights()
+    expected = fmt.join(hi, codes, scales, count).bfloat16()
+    for other in (expected, fmt.decoded(hi, codes, scales, count)):
+        assert torch.equal(found.isnan(), other.isnan())
+        numbers = ~found.isnan()
+        assert torch.equal(found.view(torch.int16)[numbers], other.view(torch.int16)[numbers])
+    image = torch.randint(-99, 99, (8, 32, 3, 5), dtype=torch.int16).contiguous(
+        memory_format=torch.channels_last
+    )
+    of_image = torch.full((8, 15), 160, dtype=torch.uint8)
+    assert torch.equal(decode_blocks(image, of_image), fmt.join(image, image, of_image, count).bfloat16())
 
 
 def test_halves_of_other_layouts_and_dtypes_are_not_taken() -> None:
