@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import hypothesis
 import pytest
 import torch
 from torch._inductor.runtime.cache_dir_utils import cache_dir
@@ -31,6 +32,9 @@ def pytest_report_header(config: pytest.Config) -> str:
 
 def pytest_configure(config: pytest.Config) -> None:
     _use_cache_of_revision()
+    too_slow = hypothesis.HealthCheck.too_slow  # so is any strategy on a machine that others use, too
+    hypothesis.settings.register_profile("any machine", suppress_health_check=[too_slow])
+    hypothesis.settings.load_profile("any machine")
     config.pluginmanager.register(Clock())
     if not hasattr(config, "workerinput"):  # workers of pytest-xdist send their reports to this process
         is_all = config.getoption("all") and not _is_chosen(config) and not config.getoption("keyword")
