@@ -846,12 +846,12 @@ class Compilation:
         )
         program.has_lasting_terms = frozenset(i for i, _, _ in having if i not in new)
         program.may_get_terms = self._may_get_terms(graph) - program.already_compensated
-        program.packed_weights = {
+        program.coded_weights = {
             i: fmt
             for i, (_, info) in enumerate(graph.inputs)
             if not self.optimizers and (fmt := _packed_format(info)) and fmt in WEIGHT_FORMATS.values()
         }
-        program.already_compensated |= program.packed_weights.keys()
+        program.already_compensated |= program.coded_weights.keys()
         if any(node not in graph.stores for _, node, _ in having):
             program.arithmetic = "wide"  # "native" reads only hi of tensors that it does not update
         if self.options.bytes_per_parameter is not None:

@@ -236,7 +236,7 @@ class StepProgram:
         summed: set by ``sum-changes``: number of updates that it has rewritten.
         packed: ``(format of signed state, format of never negative state)`` if state is packed.
         weights: format of parameters if they are packed.
-        packed_weights: formats of parameters that an optimizer packs, by position, in a function beside it.
+        coded_weights: formats of parameters that an optimizer packs, by position, in a function beside it.
         takes_float32: whether float32 parameters and their state are among ``states``, because state is to be
             packed, or its bytes are limited, or float32 parameters are rounded by dither.
         sums_float32: whether the last sum of float32 parameters, too, is rounded by dither.
@@ -263,7 +263,7 @@ class StepProgram:
     summed: int = 0
     packed: tuple[ErrorFormat, ErrorFormat] | None = None
     weights: ErrorFormat | None = None
-    packed_weights: dict[int, ErrorFormat] = field(default_factory=dict)
+    coded_weights: dict[int, ErrorFormat] = field(default_factory=dict)
     takes_float32: bool = False
     sums_float32: bool = False
     captured: GraphModule | None = None

@@ -100,8 +100,8 @@ class Options(OptionFields):
     def asks_for_sizes(self) -> bool:
         """Whether the treatment of a tensor may depend on its sizes."""
         is_elementwise = ERROR_FORMATS[self.error_format].is_elementwise
-        is_packed = self.packs or self.weights is not None
-        return is_packed or bool(self.metrics or self.own_passes) or not is_elementwise
+        packs_any = self.packs or self.weights is not None
+        return packs_any or bool(self.metrics or self.own_passes) or not is_elementwise
 
     def not_by_family(self) -> Reason | None:
         """Return why equal updates cannot be compiled once for all with these options; None if they can."""

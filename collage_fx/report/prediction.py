@@ -45,7 +45,7 @@ from collage_fx.numerics import (
 )
 from collage_fx.options.budgets import Budget
 from collage_fx.report.tensors import TensorReport
-from collage_fx.state import clone_of, host_twin, is_packed, parameter_names, record_of
+from collage_fx.state import clone_of, host_twin, parameter_names, record_of
 from collage_fx.torch_compat import local_tensor, real_tensors, records
 
 log = logging.getLogger("collage_fx")
@@ -187,8 +187,8 @@ def enough(updates: Updates, budgets: Sequence[Budget], most: float = ENOUGH) ->
     """
     for each in budgets:
         fmt = PACKED_FORMATS[each.state or "bf16"][1]  # bfloat16 in place of state that is not packed
-        packed = None if each.weights is None else WEIGHT_FORMATS[each.weights]
-        formats = dict.fromkeys(updates.of, packed or ERROR_FORMATS[each.error_format])
+        of_weights = None if each.weights is None else WEIGHT_FORMATS[each.weights]
+        formats = dict.fromkeys(updates.of, of_weights or ERROR_FORMATS[each.error_format])
         with real_tensors():  # a step may be traced now
             state = _by_state(fmt, 0.999, is_repaid=False, are_squares=True)
             error = _predicted(updates, formats, [state] if each.strategy == "light" else [])
@@ -258,7 +258,7 @@ def _samples(optimizer: Optimizer) -> dict[str, Tensor]:
     found = {}
     for name, p in sorted(low, key=lambda each: -each[1].numel())[:TENSORS]:
         hi, record = local_tensor(p.detach()), record_of(p)
-        is_real = type(hi) is Tensor or is_packed(hi)  # and not fake
+        is_real = type(hi) is Tensor or (record is not None and not record.format.keeps_hi)  # and not fake
         is_readable = is_real and not hi.is_meta and hi.numel()
         if is_readable and (record is None or record.format.is_elementwise or record.format.by_rows):
             most = math.ceil(ELEMENTS ** (1 / max(1, hi.dim())))

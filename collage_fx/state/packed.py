@@ -36,10 +36,10 @@ from torch import Tensor
 
 from collage_fx.numerics import WEIGHT_FORMATS, define_operator
 from collage_fx.torch_compat import (
+    current_trace,
     distributed_like,
     guard_by_identity,
     has_storage,
-    is_compilation_running,
     local_tensor,
     pytree,
     real_tensors,
@@ -128,7 +128,7 @@ def _call() -> Callable[[Any, Any, Any], Any]:
 
 def _called(func: Any, args: Any, kwargs: Any) -> Any:
     with without_torch_function():
-        if func in _FACTS or _is_ours(func) or is_compilation_running():
+        if func in _FACTS or _is_ours(func) or current_trace() is not None:
             return func(*args, **kwargs)
         if func in _LAYOUT:
             return func(_laid_out(args[0]), *args[1:], **kwargs)
@@ -157,7 +157,7 @@ def _traced(func: Any, args: Any, kwargs: Any) -> Any:
     name = func.__name__
     writes = name == "__setitem__" or name[-1] == "_" != name[-2]
     if (writes and isinstance(args[0], PackedTensor)) or func in _ALIASES or (func in _VIEWS and is_writable):
-        torch._dynamo.graph_break()
+        return _call()(func, args, kwargs)
     with without_torch_function():
         args, kwargs = pytree.tree_map_only(PackedTensor, DECODED, (args, kwargs))
         return func(*args, **kwargs)
@@ -206,7 +206,7 @@ def decoded(tensor: Tensor) -> Tensor:
 
 
 def _plain_parameter(tensor: Tensor) -> torch.nn.Parameter:
-    """Return another parameter with the value of a packed one, rounded to its dtype."""
+    """Return a plain parameter with the value of a packed parameter, rounded to its dtype."""
     return torch.nn.Parameter(decoded(tensor), tensor.requires_grad)
 
 
@@ -342,7 +342,7 @@ def _call_decoded(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _decoding_again(weights: Mapping[int, PackedTensor]) -> contextlib.AbstractContextManager[Any]:
-    """Return a context in which autograd saves no decoded weight, given by its storage, but decodes again."""
+    """Context manager: autograd saves no decoded weight, given by its storage, but decodes it again."""
 
     def leave_out(saved: Tensor) -> Any:
         weight = weights.get(storage_of(saved)) if has_storage(saved) else None

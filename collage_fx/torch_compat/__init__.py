@@ -46,6 +46,7 @@ if TYPE_CHECKING or is_used(__name__):
             recompile_reasons,
             traced_frame_name,
             traced_frame_variables,
+            untraced,
         )
         from collage_fx.torch_compat.fake_tensors import (
             FakeTensorMode,
@@ -156,7 +157,6 @@ if TYPE_CHECKING or is_used(__name__):
             has_internal_overlap,
             has_storage,
             is_class_traced,
-            is_compilation_running,
             is_flattened,
             is_held_by_torch,
             is_wrapper,
@@ -169,7 +169,6 @@ if TYPE_CHECKING or is_used(__name__):
             sharding_of,
             start_of_shard,
             storage_of,
-            untraced,
             version_of,
             whole_tensor,
             without_modes,

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from types import CodeType, FrameType, FunctionType, TracebackType
 from typing import Any
 
+import torch
 from torch import optim
 from torch._dynamo import config as dynamo_config
 from torch._dynamo import eval_frame, utils
@@ -27,7 +28,7 @@ RELIED_ON = (
     "torch:_TorchCompileWrapper has compiler_fn, kwargs",
     "torch._dynamo.exc:ShortenTraceback.remove_dynamo_frames",
     "torch._dynamo:utils has clear_compilation_metrics, get_compilation_metrics",
-    "torch._dynamo:eval_frame has reset_code",
+    "torch._dynamo:eval_frame has reset_code, skip_code",
 )
 
 
@@ -53,6 +54,15 @@ def traced_frame_name() -> str:
 def current_trace() -> object:
     """Return a value that identifies Dynamo's current compilation; None outside of Dynamo."""
     return CompileContext.current_compile_id()
+
+
+def untraced(entry: Callable[..., Any], function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function that Dynamo does not trace, and do not let Dynamo trace the method that calls it.
+
+    A frame of the method that Dynamo inlines into another is traced as before.
+    """
+    eval_frame.skip_code(entry.__func__.__code__)  # type: ignore[attr-defined]  # a classmethod
+    return torch.compiler.disable(function)
 
 
 def output_being_traced() -> Any:

@@ -50,20 +50,6 @@ def guard_by_identity(tensor: torch.Tensor) -> None:
     records.put(tensor, GuardedByIdentity())
 
 
-def untraced(entry: Callable[..., Any], function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function that Dynamo does not trace, and do not let Dynamo trace the method that calls it.
-
-    A frame of the method that Dynamo inlines into another is traced as before.
-    """
-    torch._dynamo.eval_frame.skip_code(entry.__func__.__code__)  # type: ignore[attr-defined]  # a classmethod
-    return torch.compiler.disable(function)
-
-
-def is_compilation_running() -> bool:
-    """Return whether Dynamo, AOTAutograd or Inductor are looking at tensors right now."""
-    return torch._guards.CompileContext.try_get() is not None
-
-
 class GuardedByIdentity:
     """Part of a tensor given to :func:`guard_by_identity`."""
 
