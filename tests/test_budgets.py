@@ -97,16 +97,17 @@ def test_order_is_that_of_the_study() -> None:
     """By the geometric mean of the errors over all cells of a beta2."""
     results = json.loads(RESULTS.read_text())
     names = {
-        ("light", "byte", "block8"): "block8, byte",
-        ("light", "exact", "block8"): "block8, exact",
-        ("light", "exact", "block16"): "block16, exact",
-        ("light", "byte", None): "light, byte, dithered",
-        ("light", "exact", None): "light, exact, dithered",
-        ("plus", "exact", None): "plus, exact, dithered",
-        ("full", "exact", None): "full, exact",
+        ("light", "byte", "block8", "int16x32"): "block8, int16x32",
+        ("light", "byte", "block8", None): "block8, byte",
+        ("light", "exact", "block8", None): "block8, exact",
+        ("light", "exact", "block16", None): "block16, exact",
+        ("light", "byte", None, None): "light, byte, dithered",
+        ("light", "exact", None, None): "light, exact, dithered",
+        ("plus", "exact", None, None): "plus, exact, dithered",
+        ("full", "exact", None, None): "full, exact",
     }
     cells = {row["name"]: row["recorded"]["whole"][1] for row in results["states"]}  # beta2 = 0.999
-    found = [names.get((each.strategy, each.error_format, each.state)) for each in BUDGETS]
+    found = [names.get((each.strategy, each.error_format, each.state, each.weights)) for each in BUDGETS]
     measured = [
         math.prod(error for (error,) in cells[name]) ** (1 / len(cells[name])) for name in found if name
     ]

@@ -49,7 +49,7 @@ class Row:
 
 FLOAT32 = Plain(torch.float32)
 BFLOAT16 = Plain(torch.bfloat16)
-MCF, EXACT, BYTE, DITHER = map(Registered, ("mcf", "exact", "byte", "dither"))
+MCF, EXACT, BYTE, DITHER, INT16 = map(Registered, ("mcf", "exact", "byte", "dither", "int16x32"))
 BLOCK8 = Registered("block8"), Registered("block8_positive")
 BLOCK16 = Registered("block16"), Registered("block16_positive")
 HEAVYBALL = ErrorInUlps(8, stochastic=True)
@@ -79,6 +79,7 @@ STATES = (
     Row("block16, exact", OURS, EXACT, *BLOCK16),
     Row("block8, exact", OURS, EXACT, *BLOCK8),
     Row("block8, byte", OURS, BYTE, *BLOCK8),
+    Row("block8, int16x32", OURS, INT16, *BLOCK8),
     Row("FlashOptim, 24-bit weights", "FlashOptim", ErrorInUlps(8), *FLASHOPTIM),
     Row("FlashOptim, 32-bit weights", "FlashOptim", ErrorInUlps(16), *FLASHOPTIM),
     Row("bitsandbytes 8-bit", "bitsandbytes", BFLOAT16, *BITSANDBYTES),
@@ -105,6 +106,7 @@ WEIGHTS = (
     weight(MCF, OURS),
     weight(EXACT, OURS),
     weight(BYTE, OURS),
+    weight(INT16, OURS),
     weight(DITHER, OURS),
     weight(ErrorInUlps(8), "FlashOptim"),
     weight(ErrorInUlps(16), "FlashOptim"),
