@@ -49,7 +49,9 @@ class WriteDetector:
     def __init__(
         self, parameters: Sequence[tuple[str, Tensor]], state: Sequence[tuple[str, Tensor]], subject: str
     ) -> None:
-        self._watch(parameters)
+        self.names = [name for name, _ in parameters]
+        self.tensors = [tensor for _, tensor in parameters]
+        self._positions = {id(tensor): i for i, tensor in enumerate(self.tensors)}
         parts = [state[i::TURNS] for i in range(min(TURNS, len(state)))]
         self._state_names = [[name for name, _ in part] for part in parts]
         # Lists that stay: reference counts tell whether the program holds a tensor.
@@ -66,11 +68,6 @@ class WriteDetector:
         self._peek: Peek | None = None
         self._strides: list[tuple[int, ...]] = []
 
-    def _watch(self, parameters: Sequence[tuple[str, Tensor]]) -> None:
-        self.names = [name for name, _ in parameters]
-        self.tensors = [tensor for _, tensor in parameters]
-        self._positions = {id(tensor): i for i, tensor in enumerate(self.tensors)}
-
     def take_over(self, other: WriteDetector) -> bool:
         """Take over the knowledge of an earlier detector; return whether it had the same parameters."""
         self._is_state_told = other._is_state_told
@@ -86,11 +83,10 @@ class WriteDetector:
         return any(id(each) in tensors for each in self.tensors)
 
     def note(self) -> None:
-        if not {*map(type, self.tensors)} <= _PLAIN:  # a packed weight is unpacked when it is written to
-            named = zip(self.names, self.tensors, strict=True)
-            self._watch([each for each in named if not isinstance(each[1], PackedTensor)])
+        self._leave_out_packed()
         self._elements = self._sampled()
-        if self._elements is None and is_library_loaded() and all(map(_is_in_host_memory, self.tensors)):
+        is_possible = bool(self.tensors) and is_library_loaded()
+        if self._elements is None and is_possible and all(map(_is_in_host_memory, self.tensors)):
             self._peek = Peek(self.tensors)
             self._strides = [each.stride() for each in self.tensors]
             self._elements = self._sampled()
@@ -102,9 +98,23 @@ class WriteDetector:
         for i, copy in self._copies.items():
             copy.copy_(local_tensor(self.tensors[i].detach()))
 
+    def _leave_out_packed(self) -> None:
+        """Watch no weights that are packed by now: one that is written to is unpacked, and compared."""
+        if not any(issubclass(kind, PackedTensor) for kind in {*map(type, self.tensors)}):
+            return
+        kept = [i for i, each in enumerate(self.tensors) if not isinstance(each, PackedTensor)]
+        self.names, self.tensors = [self.names[i] for i in kept], [self.tensors[i] for i in kept]
+        self._positions = {id(tensor): i for i, tensor in enumerate(self.tensors)}
+        self._copies = {new: self._copies[old] for new, old in enumerate(kept) if old in self._copies}
+        self._versions = [self._versions[i] for i in kept] if self._versions else []
+        self._peek = self._elements = None
+
+    def _position_of(self, tensor: Tensor) -> int | None:
+        return None if isinstance(tensor, PackedTensor) else self._positions.get(id(tensor))
+
     def may_have_left(self, tensor: Tensor) -> bool:
         """Return whether the last step may have been the last to write to a tensor; True for state."""
-        i = self._positions.get(id(tensor))
+        i = self._position_of(tensor)
         if i is not None and self._versions:
             return self._is_as_left(i)
         return any(each is tensor for part in self._state for each in part)
@@ -116,7 +126,7 @@ class WriteDetector:
             the copy, if there is one; the parameter if nobody has written to it since; None if neither is
             so, and from the next step on there is a copy.
         """
-        i = self._positions.get(id(tensor))
+        i = self._position_of(tensor)
         if i is None or not self._versions:
             return None
         hi, record = local_tensor(tensor.detach()), record_of(tensor)
@@ -160,6 +170,7 @@ class WriteDetector:
             of_state = _versions_of(self._looked_at)
             if of_state != self._state_versions:
                 self._settle_state(of_state, is_written_elsewhere)
+        self._leave_out_packed()
         versions = [*map(version_of, self.tensors)]
         elements = self._sampled()
         if not self._versions or (versions == self._versions and elements == self._elements):
@@ -172,7 +183,7 @@ class WriteDetector:
 
     def settle_one(self, tensor: Tensor, is_written_elsewhere: Callable[[Tensor], bool]) -> None:
         """Drop the error terms of a parameter if it has been written to, before they are read."""
-        i = self._positions.get(id(tensor))
+        i = self._position_of(tensor)
         if i is None or not self._versions or self._is_as_left(i):
             return
         self._settle_parameters([i], is_written_elsewhere)
@@ -233,8 +244,6 @@ class WriteDetector:
             )
 
 
-_PLAIN = frozenset((Tensor, Parameter))
-
 #: Version of a packed tensor, whose version counter is not read, as that would decode it.
 _PACKED = -1
 
@@ -246,7 +255,7 @@ def _part(i: int) -> slice:
 
 def _versions_of(tensors: Sequence[Tensor]) -> list[int]:
     """Return the version counters of tensors, ``_PACKED`` for packed tensors."""
-    if {*map(type, tensors)} <= _PLAIN:  # asked in each step
+    if {*map(type, tensors)} <= {Tensor, Parameter}:  # asked in each step
         return [*map(version_of, tensors)]
     return [_PACKED if isinstance(each, PackedTensor) else version_of(each) for each in tensors]
 
