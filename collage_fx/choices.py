@@ -147,8 +147,8 @@ class OptionFields:
         None,
         "a budget, instead of ``strategy``, ``error_format`` and ``state``: the most precise combination "
         "within it",
-        """a budget instead of ``strategy``, ``error_format``, ``rounding`` and ``state``: the most
-        precise combination of these within it, to 1.5 %, counting parameters, state and error terms (5.1
+        """a budget instead of ``strategy``, ``error_format``, ``rounding``, ``state`` and ``weights``: the
+        most precise combination of these within it, to 1.5 %, counting parameters, state and error terms (4.1
         to 12 for AdamW). The report shows it beside the others. The order is that of AdamW's errors in
         docs/formats.md. A recorded step, of which no part shows all state, gets a combination for AdamW
         without packed state (7 to 12). ``"auto"``: the fewest bytes with a predicted error of the

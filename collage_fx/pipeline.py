@@ -22,7 +22,8 @@ from collage_fx.passes.compensate_wide import CompensateWide
 from collage_fx.passes.drop_stale import DropStale
 from collage_fx.passes.hoist_scalars import HoistScalars
 from collage_fx.passes.normalize import Normalize
-from collage_fx.passes.pack_state import PackState, PackWeights
+from collage_fx.passes.pack_state import PackState
+from collage_fx.passes.pack_weights import PackWeights
 from collage_fx.passes.pin_roundings import PinRoundings
 from collage_fx.passes.refine_numbers import RefineNumbers
 from collage_fx.passes.repay import Repay

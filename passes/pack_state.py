@@ -1,4 +1,4 @@
-"""The passes that choose the tensors that are packed, and in which format: state, by its recurrence; weights.
+"""The pass that chooses which state is packed, and in which format, from its recurrence and its uses.
 
 A signed format holds numbers of either sign: Note [Blocks] in ``numerics/blocks.py``. A positive one holds
 numbers that are never negative, and only zero becomes zero in it. A divisor or radicand of a step needs it:
@@ -22,10 +22,6 @@ State of float32 parameters is packed by the same rules; the parameters themselv
 of low-precision parameters is left alone. ``bf16`` packs float32 state only: other state has 16 bits anyway.
 
 A plug-in's formats get the same state. Whether they keep a divisor from becoming zero is theirs to say.
-
-A weight may have any recurrence: its rounding is right on average, and its error is that of the format. It
-keeps error terms if its rows are not made of whole blocks, if it has few elements, if it is a shard, or if
-the step keeps single elements of a block.
 """
 
 from __future__ import annotations
@@ -55,10 +51,6 @@ from collage_fx.passes.base import Pass
 
 aten = torch.ops.aten
 
-#: Fewest elements of a packed tensor: with fewer, packing costs more than it saves. The shards of a tensor
-#: are counted together, so that the bits do not depend on the number of shards.
-FEWEST = 4096
-
 #: Operators whose result is large or undefined for an operand near zero.
 _ROOTS = {aten.sqrt, aten.rsqrt, aten.reciprocal, aten.log}
 
@@ -80,68 +72,13 @@ class PackState(Pass):
         positive_states = [state for state in states if stays_positive(state)]
         values = [value for state in positive_states for value in (state.placeholder, new_value(state))]
         divided_by = _divided_by(program, values)
-        chosen = []
+        chosen = 0
         for state in states:
             is_positive = state in positive_states
             fmt = positive if is_positive else signed
-            why_not = _why_not_stored(state, fmt) or _why_not(program, state, fmt, divided_by)
-            state.not_packed = why_not
-            if why_not:
-                state.selection += f"; not packed: {why_not}"
-            else:
-                state.chosen_format = fmt
-                state.selection = "never negative" if is_positive else "of either sign"
-                chosen.append(state)
-        return f"{len(chosen)} of {len(states)} state tensors"
-
-
-@dataclass(frozen=True)
-class PackWeights(Pass):
-    """Pass that gives the format of packed weights to parameters that may have it."""
-
-    name = "pack-weights"
-    after = ("analyze", "pack-state")
-
-    def applies_to(self, program: StepProgram) -> bool:
-        is_asked = program.weights is not None or program.coded_weights
-        return bool(is_asked) and program.strategy != "none"
-
-    def run(self, program: StepProgram) -> str:
-        chosen = 0
-        parameters = [each for each in program.parameters if not each.is_float32]
-        for state in parameters:
-            fmt = program.coded_weights.get(state.position, program.weights)
-            if fmt is None:
-                continue
-            state.not_packed = _why_not_as_weight(state, fmt)
-            if state.not_packed:
-                state.selection += f"; not packed: {state.not_packed}"
-            else:
-                state.chosen_format, state.selection = fmt, "a weight"
-                chosen += 1
-        return f"{chosen} of {len(parameters)} parameters"
-
-
-def _why_not_as_weight(state: StateTensor, fmt: ErrorFormat) -> str:
-    """Return why a parameter is not packed; empty if it is."""
-    if state.info.cut_from:
-        return "it is a shard, whose memory FSDP2 holds"
-    if splits_blocks(state, fmt):
-        return "the step keeps single elements, which have a scale in common with others"
-    return _why_not_stored(state, fmt)
-
-
-def _why_not_stored(state: StateTensor, fmt: ErrorFormat) -> str:
-    """Return why the format cannot store a state, independent of the step's operations; empty if it can."""
-    if not all(isinstance(size, int) for size in state.value.shape):
-        return "its sizes may change from step to step"
-    if max(state.value.numel(), state.info.cut_from) < FEWEST:
-        return f"it has fewer than {FEWEST} elements"
-    if not state.value.numel():
-        return "this process has none of its elements"
-    if state.info.cut_from and not fmt.by_rows:
-        return f"it is a shard, and {fmt.name} needs whole tensors"
-    return fmt.why_not(state.value)
+            why_not = state.why_not_stored(fmt) or _why_not(program, state, fmt, divided_by)
+            chosen += state.pack(fmt, why_not, "never negative" if is_positive else "of either sign")
+        return f"{chosen} of {len(states)} state tensors"
 
 
 def _why_not(program: StepProgram, state: StateTensor, fmt: ErrorFormat, divided_by: dict[Node, str]) -> str:

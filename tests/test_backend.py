@@ -87,7 +87,7 @@ def test_repr_says_the_options() -> None:
     assert repr(CollageBackend(strategy="light", error_format="fp32")) == (
         "CollageBackend(strategy='light', error_format='fp32', arithmetic='wide', metrics=False, "
         "metrics_every=None, strict=True, mode=None, rounding='repay', state=None, "
-        "bytes_per_parameter=None, changes='summed')"
+        "weights=None, bytes_per_parameter=None, changes='summed')"
     )
 
 

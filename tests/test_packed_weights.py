@@ -521,3 +521,16 @@ def test_an_average_compiled_with_the_backend_reads_packed_weights() -> None:
         exact = now if not exact else [0.9 * old + 0.1 * new for old, new in zip(exact, now, strict=True)]
     for mine, value in zip(average.module.parameters(), exact, strict=True):
         assert float((full_value(mine).detach() - value).norm() / value.norm()) < 2.0**-15
+
+
+def test_writes_to_parameters_beside_packed_weights_are_noticed() -> None:
+    """The detector of writes, made when all parameters had memory, goes on with those that have it."""
+    model, optimizer = trained()
+    with torch.no_grad():
+        model.linear.bias.data.fill_(0.25)
+    with pytest.warns(UserWarning, match=r"params\[2\] of AdamW: written to between two steps"):
+        step(model, optimizer, 3)
+    assert abs(float(full_value(model.linear.bias).mean()) - 0.25) < 0.01
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        step(model, optimizer, 4)

@@ -98,6 +98,11 @@ class Verdict:
     noise: float | None = None
 
 
+#: Fewest elements of a packed tensor: with fewer, packing costs more than it saves. The shards of a tensor
+#: are counted together, so that the bits do not depend on the number of shards.
+FEWEST = 4096
+
+
 @dataclass
 class Expansion:
     """Input that may be stored in an error format.
@@ -172,6 +177,27 @@ class StateTensor(Expansion):
     keeps_small_updates: bool = False
     rounded: tuple[Node, ...] = ()
     counts_steps: bool = False
+
+    def why_not_stored(self, fmt: ErrorFormat) -> str:
+        """Return why a packed format cannot store it, whatever the step computes; empty if it can."""
+        if not all(isinstance(size, int) for size in self.value.shape):
+            return "its sizes may change from step to step"
+        if max(self.value.numel(), self.info.cut_from) < FEWEST:
+            return f"it has fewer than {FEWEST} elements"
+        if not self.value.numel():
+            return "this process has none of its elements"
+        if self.info.cut_from and not fmt.by_rows:
+            return f"it is a shard, and {fmt.name} needs whole tensors"
+        return fmt.why_not(self.value)
+
+    def pack(self, fmt: ErrorFormat, why_not: str, why: str) -> bool:
+        """Choose a packed format and say why, or say why not; return whether it is chosen."""
+        self.not_packed = why_not
+        if why_not:
+            self.selection += f"; not packed: {why_not}"
+        else:
+            self.chosen_format, self.selection = fmt, why
+        return not why_not
 
     @property
     def compensated(self) -> bool:

@@ -99,7 +99,7 @@ class WriteDetector:
             copy.copy_(local_tensor(self.tensors[i].detach()))
 
     def _leave_out_packed(self) -> None:
-        """Watch no weights that are packed by now: one that is written to is unpacked, and compared."""
+        """Leave out weights that are packed by now: a write unpacks them, and the next step compares."""
         if not any(issubclass(kind, PackedTensor) for kind in {*map(type, self.tensors)}):
             return
         kept = [i for i, each in enumerate(self.tensors) if not isinstance(each, PackedTensor)]

@@ -1,0 +1,45 @@
+"""The pass that chooses which parameters are kept as codes alone, in a format such as ``int16x32``.
+
+A weight may have any recurrence: its rounding is right on average, and its error is that of the format. It
+keeps error terms if its rows are not made of whole blocks, if it has few elements, if it is a shard, or if
+the step keeps single elements of a block. A recorded step chooses none.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from collage_fx.graph import StateTensor, StepProgram, splits_blocks
+from collage_fx.numerics import ErrorFormat
+from collage_fx.passes.base import Pass
+
+
+@dataclass(frozen=True)
+class PackWeights(Pass):
+    """Pass that gives the format of weights to parameters that may have it; others keep error terms."""
+
+    name = "pack-weights"
+    after = ("analyze", "pack-state")
+
+    def applies_to(self, program: StepProgram) -> bool:
+        is_asked = program.weights is not None or program.coded_weights
+        return bool(is_asked) and program.strategy != "none"
+
+    def run(self, program: StepProgram) -> str:
+        chosen = 0
+        parameters = [each for each in program.parameters if not each.is_float32]
+        for state in parameters:
+            fmt = program.coded_weights.get(state.position, program.weights)
+            if fmt is None:
+                continue
+            chosen += state.pack(fmt, _why_not(state, fmt), "a weight")
+        return f"{chosen} of {len(parameters)} parameters"
+
+
+def _why_not(state: StateTensor, fmt: ErrorFormat) -> str:
+    """Return why a parameter keeps error terms; empty if it does not."""
+    if state.info.cut_from:
+        return "it is a shard, whose memory FSDP2 holds"
+    if splits_blocks(state, fmt):
+        return "the step keeps single elements, which have a scale in common with others"
+    return state.why_not_stored(fmt)
