@@ -354,10 +354,8 @@ Of the others, every pair is right but for these. What is refused is refused by 
 | feature | refused with | is used in place of, or torch refuses it with |
 |---|---|---|
 {rows}
-`collage_fx.convert` is no row, because it is called once, between two steps. It comes before the optimizer
-is installed, and so before `step_in_backward` and `offload`; to go back to float32, `remove()` their handle
-first. It takes FSDP2, and the module inside of DistributedDataParallel
-([in the middle of a run](pure-bf16.md#in-the-middle-of-a-run)).
+`collage_fx.convert` comes before `install`, `step_in_backward` and `offload`; to go back to float32, `remove()`
+their handle first ([in the middle of a run](pure-bf16.md#in-the-middle-of-a-run)).
 """
 
 #: Pairs that exclude each other: both are ways to step, or choose the formats, or torch refuses them.
