@@ -8,20 +8,24 @@ import io
 import pickle
 import warnings
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
 from torch.utils.checkpoint import checkpoint
 
 import collage_fx
 from collage_fx import assign, full_value, install
-from collage_fx.errors import InvalidOptionError
+from collage_fx.errors import CheckpointMismatchError, InvalidOptionError
 from collage_fx.numerics import Weights, format_named
-from collage_fx.state.error_terms import record_of
+from collage_fx.state.error_terms import has_error_terms, record_of
 from collage_fx.state.packed import is_packed
+from tests.support.processes import Processes
+from tests.support.substitutes import fingerprints_without_scales
 from tests.support.training import Lion
 
 BUDGET = 4.1
@@ -412,16 +416,38 @@ def test_a_checkpoint_is_loaded_into_other_budgets(of: float, into: float) -> No
     assert packed_in(other) == (WEIGHTS if into == BUDGET else ())
 
 
-def test_a_changed_code_is_named() -> None:
+@pytest.mark.parametrize("part", ["codes", "scales"])
+@pytest.mark.parametrize("of", ["parameter.int16x32", "exp_avg.block8", "exp_avg_sq.block8_positive"])
+def test_a_changed_byte_is_named(of: str, part: str) -> None:
     model, optimizer = trained()
-    saved = copy.deepcopy(optimizer.state_dict())
-    codes = next(v for k, v in saved["state"][1].items() if k.endswith("codes") and "exp" not in k)
-    codes.view(torch.uint8).flatten()[7] ^= 64
+    file = io.BytesIO()
+    torch.save(optimizer.state_dict(), file)
+    file.seek(0)
+    saved = torch.load(file)
+    saved["state"][1][f"collage_fx.{of}.{part}"].view(torch.uint8).flatten()[7] ^= 2
     other, resumed = made()
     other.load_state_dict(model.state_dict())
+    if not of.startswith("parameter"):
+        with pytest.raises(CheckpointMismatchError, match="with other bytes than were saved"):
+            resumed.load_state_dict(saved)
+        return
     resumed.load_state_dict(saved)
     with pytest.warns(UserWarning, match=r"params\[1\]"):
         step(other, resumed, 4)
+
+
+def test_fingerprints_of_earlier_versions_are_taken() -> None:
+    """They leave out scales."""
+    model, optimizer = trained()
+    with fingerprints_without_scales():
+        saved = copy.deepcopy(optimizer.state_dict())
+    other, resumed = made()
+    other.load_state_dict(model.state_dict())
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        resumed.load_state_dict(saved)
+        assert step(model, optimizer, 4) == step(other, resumed, 4)
+    assert are_same(whole(model), whole(other))
 
 
 def test_deep_copies_have_the_same_bits() -> None:
@@ -534,3 +560,62 @@ def test_writes_to_parameters_beside_packed_weights_are_noticed() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         step(model, optimizer, 4)
+
+
+def _other_shape(state: dict[str, Any], name: str) -> None:
+    state[name + "codes"] = state[name + "codes"][:64]
+
+
+def _no_scales(state: dict[str, Any], name: str) -> None:
+    del state[name + "scales"]
+
+
+@pytest.mark.parametrize(
+    ("damage", "met"), [(_other_shape, "is of a tensor of shape"), (_no_scales, "belong together")]
+)
+def test_codes_that_do_not_fit_are_refused_and_nothing_changes(damage: Any, met: str) -> None:
+    _, optimizer = trained()
+    saved = copy.deepcopy(optimizer.state_dict())
+    damage(saved["state"][1], "collage_fx.parameter.int16x32.")
+    other, resumed = trained(2)
+    before = whole(other)
+    with pytest.raises(CheckpointMismatchError, match=met):
+        resumed.load_state_dict(saved)
+    assert are_same(whole(other), before)
+
+
+def test_a_scale_that_is_not_finite_is_told() -> None:
+    model, optimizer = trained()
+    saved = copy.deepcopy(optimizer.state_dict())
+    saved["state"][1]["collage_fx.parameter.int16x32.scales"].flatten()[3] = 255
+    other, resumed = made()
+    other.load_state_dict(model.state_dict())
+    resumed.load_state_dict(saved)
+    with pytest.warns(UserWarning, match=r"params\[1\]"):
+        step(other, resumed, 4)
+    assert bool(full_value(other.linear.weight).isfinite().all())
+
+
+def in_shards() -> tuple[bool, str]:
+    """Step a sharded layer; return whether its weight has error terms, and how 4.1 bytes are refused."""
+    torch.manual_seed(0)
+    layer = nn.Linear(128, 128, bias=False).bfloat16()
+    fully_shard(layer)
+    optimizer = install(torch.optim.AdamW(layer.parameters()), weights="int16x32")
+    layer(torch.ones(1, 128).bfloat16()).sum().backward()
+    optimizer.step()
+    try:
+        collage_fx.explain(optimizer, bytes_per_parameter=BUDGET)
+    except InvalidOptionError as refusal:
+        return has_error_terms(layer.weight), str(refusal)
+    return has_error_terms(layer.weight), ""
+
+
+def test_shards_keep_error_terms(tmp_path: Path) -> None:
+    processes = Processes(2, tmp_path)
+    try:
+        for has_terms, refusal in processes.run(in_shards):
+            assert has_terms
+            assert "p is not packed: it is a shard, whose memory FSDP2 holds" in refusal
+    finally:
+        processes.stop()

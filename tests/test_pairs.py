@@ -354,8 +354,8 @@ Of the others, every pair is right but for these. What is refused is refused by 
 | feature | refused with | is used in place of, or torch refuses it with |
 |---|---|---|
 {rows}
-`collage_fx.convert` comes before `install`, `step_in_backward` and `offload`; to go back to float32, `remove()`
-their handle first ([in the middle of a run](pure-bf16.md#in-the-middle-of-a-run)).
+`collage_fx.convert` comes before `install`, `step_in_backward` and `offload`; to go back to float32,
+`remove()` their handle first ([in the middle of a run](pure-bf16.md#in-the-middle-of-a-run)).
 """
 
 #: Pairs that exclude each other: both are ways to step, or choose the formats, or torch refuses them.

@@ -123,7 +123,15 @@ from collage_fx.state.error_terms import (
     record_of,
     reset_error_terms,
 )
-from collage_fx.state.fingerprints import BYTES, ROWS, chunk_on, fingerprint, number_in, table_of
+from collage_fx.state.fingerprints import (
+    BYTES,
+    ROWS,
+    chunk_on,
+    differences,
+    fingerprint,
+    number_in,
+    table_of,
+)
 from collage_fx.state.optimizers import (
     KnownTensor,
     known_tensors,
@@ -400,11 +408,11 @@ def _keyed_auxiliaries(
                 yield f"{name}.{record.format.name}.{FINGERPRINT}", table
 
 
-def _fingerprint_of(tensor: Tensor, record: ErrorTermRecord) -> Tensor:
+def _fingerprint_of(tensor: Tensor, record: ErrorTermRecord, *, earlier: bool = False) -> Tensor:
     """Return this process's part of a fingerprint; as it was loaded, if no step has used the error terms."""
     if is_packed(tensor):
         parts = record.decoded_parts(chunk_on(tensor.device))
-        return torch.stack([fingerprint(*part) for part in parts]).sum()
+        return torch.stack([fingerprint(*part, earlier=earlier) for part in parts]).sum()
     return fingerprint(local_tensor(tensor), record.auxiliaries) if record.claim is None else record.claim
 
 
@@ -905,9 +913,9 @@ def _refuse_damaged(plain: StateDict, saved: Saved) -> None:
             auxiliaries, record = saved.get((key, slot), {}), record_of(tensor)
             if not is_packed(tensor) or record is None or all(name != FINGERPRINT for _, name in auxiliaries):
                 continue
-            actual, pieces = _fingerprint_of(tensor, record), sharding_of(tensor)
-            differs = _number_in(auxiliaries, tensor).to(actual.device) - actual
-            if bool(differs if pieces is None else pieces.sum(differs)):
+            actual = torch.stack([_fingerprint_of(tensor, record, earlier=each) for each in (False, True)])
+            pieces, far = sharding_of(tensor), _number_in(auxiliaries, tensor).to(actual.device) - actual
+            if all((far if pieces is None else pieces.sum(far)).tolist()):
                 raise CheckpointMismatchError(
                     f"packed state in the format {record.format.name!r} with other bytes than were saved: "
                     "the file is damaged, or values have been changed since",
@@ -1220,8 +1228,9 @@ def _fitting_terms(value: Tensor, auxiliaries: Auxiliaries, dtype: torch.dtype) 
     if any(each is None or spec.dtype_of(each) is None for spec, each in zip(specs, saved, strict=True)):
         return None
     terms = _loaded_buffers(specs, auxiliaries, value)
-    differs = torch.stack([(hi.to(here.dtype) != here).sum(), number - fingerprint(hi, terms)])
-    return None if (differs if pieces is None else pieces.sum(differs)).any() else terms
+    far = torch.stack([(hi.to(here.dtype) != here).sum(), *differences(number, hi, terms)])
+    other, *numbers = (far if pieces is None else pieces.sum(far)).tolist()
+    return None if other or all(numbers) else terms
 
 
 def _add_to(value: Tensor, auxiliaries: Auxiliaries) -> bool:

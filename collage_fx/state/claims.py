@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from collage_fx.state.error_terms import ErrorTermRecord
-from collage_fx.state.fingerprints import fingerprint
+from collage_fx.state.fingerprints import differences
 from collage_fx.state.host_twins import update_twin
 from collage_fx.torch_compat import Sharding, local_tensor, real_tensors, sharding_of
 
@@ -60,9 +60,8 @@ class Claims:
                     continue  # the tensor is gone, or others have been loaded since
                 update_twin(owner)
                 record.drop_claim()
-                actual = fingerprint(local_tensor(owner), record.auxiliaries)
-                claimed = number.to(actual.device)
-                numbers = torch.stack([claimed - actual, (claimed != 0).long()])
+                far = differences(number, local_tensor(owner), record.auxiliaries)
+                numbers = torch.stack([*far, (number != 0).long().to(far.device)])
                 alike[sharding_of(owner)].append((name, record, numbers))
             wrong = [name for pieces, group in alike.items() for name in _clear_wrong(pieces, group)]
         if wrong:
@@ -74,8 +73,8 @@ def _clear_wrong(pieces: Sharding | None, group: list[tuple[str, ErrorTermRecord
     looked = torch.stack([numbers.cpu() for *_, numbers in group])
     looked = looked if pieces is None else pieces.sum(looked)
     names = []
-    for (name, record, _), (difference, is_known) in zip(group, looked.tolist(), strict=True):
-        if is_known and difference:
+    for (name, record, _), (*far, is_known) in zip(group, looked.tolist(), strict=True):
+        if is_known and all(far):
             record.clear()
             names.append(name)
     return names

@@ -7,7 +7,8 @@ separate the two: plain PyTorch continues with hi and carries our entries along,
 file and its optimizer from another. So each error term is saved with a fingerprint of the pair: the sum,
 modulo 2**64, of a hash of each element's bits in hi and in the auxiliaries. A sum has no order: however a
 tensor is sharded, the fingerprints of the shards add up to that of the whole, and no process need ask another
-one while it saves. Exchanged elements are not detected; changed elements are.
+one while it saves. Scales, of which a block has one, are hashed by themselves and added. Exchanged elements
+are not detected; changed elements are.
 
 A checkpoint holds the fingerprint as a table of :data:`ROWS` rows of eight bytes, sharded like hi. Each
 process writes its part into its first row, so that ``torch.distributed.checkpoint`` can save the table from
@@ -39,32 +40,52 @@ _CHUNK_ON_CPU, _CHUNK = 1 << 15, 1 << 22
 _PAIR, _FIRST, _SECOND = ((factor + (1 << 31)) % (1 << 32) - (1 << 31) for factor in (PAIR, FIRST, SECOND))
 
 
-def fingerprint(hi: Tensor, auxiliaries: Sequence[Tensor]) -> Tensor:
+def fingerprint(hi: Tensor, auxiliaries: Sequence[Tensor], *, earlier: bool = False) -> Tensor:
     """Compute the fingerprint of a tensor and its auxiliaries, or of this process's shards of them.
 
     Args:
         hi: an ordinary tensor of any dtype of at most 4 bytes.
-        auxiliaries: tensors; those of another shape than hi are left out. They may be on another device, from
-            which hi has been moved.
+        auxiliaries: tensors; counts (0-d) beside other tensors are left out. They may be on another device,
+            from which hi has been moved.
+        earlier: leave out scales, all of another shape than hi, as earlier versions have.
 
     Returns:
         a 0-d int64 tensor on hi's device.
     """
-    alike = [hi, *(each.to(hi.device) for each in auxiliaries if each.shape == hi.shape)]
-    order = sorted(range(hi.dim()), key=hi.stride, reverse=True)
     with real_tensors(), torch.no_grad():
-        flat = [bits_of(each.detach().permute(order).reshape(-1)).contiguous() for each in alike]
-        if has_fast_passes(hi):
-            return torch.tensor(hash_sum(flat))
-        total = torch.zeros((), dtype=torch.int64, device=hi.device)
-        for chunks in zip(*(each.split(chunk_on(hi.device)) for each in flat), strict=True):
-            words = torch.zeros_like(chunks[0], dtype=torch.int32)
-            for chunk in chunks:
-                words.mul_(_PAIR).add_(chunk)
-            words.mul_(_FIRST)
-            words ^= (words >> 15).bitwise_and_(0x1FFFF)
-            total += words.mul_(_SECOND).sum(dtype=torch.int64)
+        here = [each.to(hi.device) for each in auxiliaries]
+        order = sorted(range(hi.dim()), key=hi.stride, reverse=True)
+        total = _hash_of([each.permute(order) for each in (hi.detach(), *here) if each.shape == hi.shape])
+        for each in here:
+            if each.dim() and each.shape != hi.shape and not earlier:
+                total = total + _hash_of([each])
         return total
+
+
+def differences(number: Tensor, hi: Tensor, auxiliaries: Sequence[Tensor]) -> Tensor:
+    """Return how far a saved fingerprint is from that of a tensor, and from that of earlier versions.
+
+    Those of all shards add up. The fingerprint is that of the tensor if one of the sums is zero.
+    """
+    parts = [fingerprint(hi, auxiliaries, earlier=each) for each in (False, True)]
+    return number.to(hi.device) - torch.stack(parts)
+
+
+def _hash_of(tensors: Sequence[Tensor]) -> Tensor:
+    """Return the sum of a hash of each element's bits in tensors of one shape."""
+    flat = [bits_of(each.detach().reshape(-1)).contiguous() for each in tensors]
+    device = flat[0].device
+    if has_fast_passes(flat[0]):
+        return torch.tensor(hash_sum(flat))
+    total = torch.zeros((), dtype=torch.int64, device=device)
+    for chunks in zip(*(each.split(chunk_on(device)) for each in flat), strict=True):
+        words = torch.zeros_like(chunks[0], dtype=torch.int32)
+        for chunk in chunks:
+            words.mul_(_PAIR).add_(chunk)
+        words.mul_(_FIRST)
+        words ^= (words >> 15).bitwise_and_(0x1FFFF)
+        total += words.mul_(_SECOND).sum(dtype=torch.int64)
+    return total
 
 
 def chunk_on(device: torch.device) -> int:

@@ -26,6 +26,7 @@ from collage_fx.numerics import AuxiliarySpec
 from collage_fx.pipeline import Pass, run_pipeline
 from collage_fx.runtime.batches import Batch
 from collage_fx.runtime.step import CompensatedStep
+from collage_fx.state.fingerprints import fingerprint
 from collage_fx.torch_compat import PATCHES, TableKernel, inductor_compile_inner
 from collage_fx.torch_compat.patching import Patch
 from collage_fx.wings.gradient_release import GradientRelease
@@ -215,6 +216,15 @@ def parts_of_elements(count: int) -> AbstractContextManager[Any]:
 def fingerprints_of_elements(count: int) -> AbstractContextManager[Any]:
     """Context manager: fingerprints are computed in chunks of so many elements."""
     return mock.patch("collage_fx.state.fingerprints._CHUNK_ON_CPU", count)
+
+
+def fingerprints_without_scales() -> AbstractContextManager[Any]:
+    """Context manager: checkpoints get the fingerprints of earlier versions."""
+
+    def earlier_fingerprint(hi: Any, auxiliaries: Any, *, earlier: bool = True) -> Any:
+        return fingerprint(hi, auxiliaries, earlier=True)
+
+    return mock.patch("collage_fx.state.checkpoint.fingerprint", earlier_fingerprint)
 
 
 def functions_compiled_as_often_as_steps() -> AbstractContextManager[Any]:
