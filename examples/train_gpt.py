@@ -14,6 +14,7 @@ batches:
     plus, mcf     the same in the paper's format, where the others hold float32 numbers in two pieces
     8 bytes       what the backend chooses for so many bytes a parameter: moments in integers of 16 bits
     5.1 bytes     the same for 5.1: moments in integers of 8 bits, and a byte beside each weight
+    4.1 bytes     the same for 4.1: weights as integers of 16 bits, too
     fp32 master   the usual remedy: hidden float32 copies of weights and optimizer state (D)
 
 Two things go wrong in plain bfloat16. It has 8 significant bits, so an update below about 1/256 of its
@@ -133,6 +134,7 @@ STRATEGIES = {
         Strategy("plus, mcf", {"strategy": "plus", "error_format": "mcf"}, "#009E73", "-."),
         Strategy("8 bytes", {"bytes_per_parameter": 8}, "#CC79A7", (0, (5, 1, 1, 1, 1, 1))),
         Strategy("5.1 bytes", {"bytes_per_parameter": 5.1}, "#E69F00", (0, (3, 1))),
+        Strategy("4.1 bytes", {"bytes_per_parameter": 4.1}, "#F0E442", (0, (1, 1))),
         Strategy(BASELINE, {"strategy": "full", "error_format": "fp32"}, "#000000", ":"),
     )
 }
@@ -340,12 +342,13 @@ class ExactSecondMoments:
 def bytes_per_parameter(optimizer: torch.optim.AdamW) -> float:
     """Weights, optimizer state and all error terms; not the gradients, which every strategy has alike.
 
-    Packed moments are held as codes and scales, which are saved beside them, and take no memory of their own.
+    Packed tensors are held as codes and scales, which are saved beside them, and take no memory of their own.
     """
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     saved = (entry for state in optimizer.state_dict()["state"].values() for entry in state.items())
     tensors = [t for name, t in saved if t.dim() > 0 and not (name.endswith(".fingerprint") or is_packed(t))]
-    return sum(t.nbytes for t in (*parameters, *tensors)) / sum(p.numel() for p in parameters)
+    tensors += [p for p in parameters if not is_packed(p)]
+    return sum(t.nbytes for t in tensors) / sum(p.numel() for p in parameters)
 
 
 # Training. --------------------------------------------------------------------------------------------------
@@ -485,7 +488,7 @@ def conclusion(runs: Sequence[Run]) -> str:
             f"{_apart(run, baseline)} it, "
             f"with {run.bytes_per_parameter:.3g} bytes a parameter to its {baseline.bytes_per_parameter:.3g}."
             for run in runs
-            if run.strategy.name in ("light", "plus", "8 bytes", "5.1 bytes")
+            if run.strategy.name in ("light", "plus", "8 bytes", "5.1 bytes", "4.1 bytes")
         ]
     return "\n".join(lines)
 

@@ -619,3 +619,11 @@ def test_shards_keep_error_terms(tmp_path: Path) -> None:
             assert "p is not packed: it is a shard, whose memory FSDP2 holds" in refusal
     finally:
         processes.stop()
+
+
+def test_metrics_measure_packed_weights_and_change_no_bit() -> None:
+    runs = [trained(6, bytes_per_parameter=BUDGET, metrics=each) for each in (False, True)]
+    assert are_same(*(whole(model) for model, _ in runs))
+    found = collage_fx.backend_of(runs[1][1]).metrics()
+    assert len(found.tensors) == len([*runs[0][0].parameters()])
+    assert 0.999 < collage_fx.backend_of(runs[1][1]).scalars()["collage/edq_ratio"] < 1.001

@@ -326,8 +326,11 @@ class StepProgram:
 
     @property
     def measured(self) -> list[StateTensor]:
-        """State tensors whose updates are measured: tensors with error terms, or all with strategy "none"."""
-        states = [] if self.captured is None else self.states if self.strategy == "none" else self.compensated
+        """State tensors whose updates are measured: weights, and tensors with error terms; all with "none"."""
+        if self.captured is None:
+            return []
+        weights = [each for each in self.parameters if each.packed]
+        states = self.states if self.strategy == "none" else [*self.compensated, *weights]
         return [state for state in states if state.info.role is not Role.NEW]
 
     @property
