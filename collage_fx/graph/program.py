@@ -326,7 +326,7 @@ class StepProgram:
 
     @property
     def measured(self) -> list[StateTensor]:
-        """State tensors whose updates are measured: weights, and tensors with error terms; all with "none"."""
+        """State tensors whose updates are measured: weights and tensors with error terms; all with "none"."""
         if self.captured is None:
             return []
         weights = [each for each in self.parameters if each.packed]
