@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 import collage_fx
 from collage_fx.errors import InvalidOptionError
 from collage_fx.graph import Role
+from collage_fx.report import TensorReport
 from collage_fx.torch_compat import FakeTensorMode
 from collage_tools.plan.activations import meta_model, peak, repeated_layers
 from collage_tools.plan.sources import Source
@@ -69,6 +70,7 @@ class Plan:
         whole: bytes of parameters and gradients that FSDP2 would hold whole.
         budgets: ``fp32 masters``, ``default``, or bytes per parameter -> kind of memory -> bytes on each GPU;
             state includes error terms and masters.
+        of_whole: budgets that pack weights, which FSDP2's shards do not allow.
         activations: activations without (False) and with (True) checkpointing of layers.
 
     Raises:
@@ -106,6 +108,7 @@ class Plan:
         counted = partial(peak, self.source, model, squares=self.squares)
         sizes = {each: partial(counted, layers if each else []) for each in ways}
         self.activations = {each: self._measured(size) for each, size in sizes.items()}
+        self.of_whole = set[str]()
         with FakeTensorMode():
             self.budgets = dict(self._budgets(parameters))
         room = self.usable - min(map(self.total, self.budgets))
@@ -158,14 +161,17 @@ class Plan:
 
         def sizes(report: collage_fx.CollageReport, *, masters: bool = False) -> dict[str, int]:
             state = sum(report.other_state.values()) / sum(map(math.prod, numbers)) * elements
+            saved = 0
             for row in report.tensors:
                 own = row.error_bytes + row.bytes * (row.role not in (Role.PARAMETER, Role.GRADIENT))
                 if masters:  # float32 state beside them
                     own = 4 * row.numel * (row.role is not Role.GRADIENT)
                 index = re.search(r"params\[(\d+)\]", row.name)
-                state += own * ([*numbers.values()][int(index[1])] if index else 1)
+                number = [*numbers.values()][int(index[1])] if index else 1
+                state += own * number
+                saved += number * (self.dtype.itemsize * row.numel - row.bytes) * _is_packed_weight(row)
             gathered = {"gathered": self.whole} if self.fsdp > 1 else {}
-            return {**shared, "state": round(state), **gathered}
+            return {**shared, "parameters": shared["parameters"] - saved, "state": round(state), **gathered}
 
         default = collage_fx.explain(optimizer)
         yield "fp32 masters", sizes(default, masters=True)
@@ -178,4 +184,13 @@ class Plan:
                 if total > limit / (1 - STEP):  # a recorded step, which packs nothing
                     return
                 limit = total * (1 - STEP)
-                yield f"{total:.3g} bytes", sizes(report)
+                packs_weights = any(map(_is_packed_weight, report.tensors))
+                if packs_weights and self.fsdp > 1:
+                    continue
+                name = f"{total:.3g} bytes"
+                self.of_whole |= {name} if packs_weights else set()
+                yield name, sizes(report)
+
+
+def _is_packed_weight(row: TensorReport) -> bool:
+    return row.packed and row.role is Role.PARAMETER
