@@ -136,9 +136,8 @@ def best_budget(budgets: Sequence[Budget], limit: float) -> Budget:
     within = [budget for budget in frontier(budgets) if budget.bytes <= limit * (1 + TOLERANCE)]
     if not within:
         least = budgets[0]
-        equal = [budget for budget in budgets if budget.bytes == least.bytes]
-        equal.sort(key=lambda budget: budget.weights is None)  # that one would pack most
-        why = next(filter(None, (budget.not_packed for budget in equal)), "")
+        equal = (budget.not_packed for budget in budgets if budget.bytes == least.bytes)
+        why = next(filter(None, equal), "")
         raise InvalidOptionError(
             f"bytes_per_parameter={limit:g}, where this step takes {least.bytes:.3g} at least",
             where="bytes_per_parameter",
