@@ -22,7 +22,7 @@ ROWS = (
     ("plain bf16", "none", "torch bf16 fused"),
     ("Kahan sum of weights (optimi)", "Kahan sum", "optimi kahan_sum"),
     ("stochastic rounding of weights and moments", "stochastic rounding", None),
-    # The same numbers as in the row of ours: a float32 pattern in two halves, moments rounded to nearest.
+    # Numbers of the row of ours: a float32 pattern in two halves, moments rounded to nearest.
     ("bf16-fused-adam, 16 + 16 bits", "light, exact", None),
     ("torchao, 16-bit moments, stochastic weights", None, "torchao stochastic"),
     ("torchao, 8-bit moments, stochastic weights", "torchao 8-bit, stochastic weights", None),

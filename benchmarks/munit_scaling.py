@@ -19,11 +19,8 @@ takes some minutes.
 
 from __future__ import annotations
 
-import argparse
 import math
-import statistics
 from collections.abc import Iterable
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -32,10 +29,10 @@ import torch.nn.functional as F
 import unit_scaling.functional as U
 from torch import Tensor, nn
 
-from benchmarks.narrow_products import PRODUCTS, RECIPE, SEEDS, STORED, NarrowProducts, Rounding
-from benchmarks.table import markdown, place, put_between
-from examples.train_gpt import QUICK, VOCABULARY, Recipe, Text
-from examples.train_unit_scaled import Family, PlainLayer, train
+from benchmarks.narrow_products import PRODUCTS, NarrowProducts, Rounding, write_table
+from benchmarks.table import place
+from examples.train_gpt import VOCABULARY, Recipe
+from examples.train_unit_scaled import Family, PlainLayer
 
 PLACE = place("unit-scaling.md", "munit_scaling")
 #: Share of a branch in the variance of its sum.
@@ -126,34 +123,9 @@ def family(products: str, lr: float = LR) -> Family:
     return Family("μnit-scaled", made, U.cross_entropy, AdamW, lr=lr, weight_decay=1e-4, eps=1e-8)
 
 
-def table(recipe: Recipe, seeds: int) -> str:
-    text = Text.of_standard_library()
-    rows = []
-    of_products = ("as stored", "FP8")
-    for stored, (dtype, strategy) in STORED.items():
-        losses, errors = [], []
-        for products in of_products:
-            recipes = [replace(recipe, seed=seed) for seed in range(seeds)]
-            runs = [train(family(products), dtype, strategy, each, text) for each in recipes]
-            losses.append(f"{statistics.fmean(run.loss for run in runs):.4f}")
-            errors.append(f"{statistics.fmean(run.displacement_error for run in runs):.2g}")
-        rows.append([stored, *losses, *errors])
-    headers = ("weights, state", *(f"{what}, {each}" for what in ("loss", "error") for each in of_products))
-    version = torch.__version__.partition("+")[0]
-    about = f"{recipe.steps} steps of a μnit-scaled GPT, means of {seeds} seeds, torch {version}:"
-    return f"{about}\n\n{markdown(headers, rows)}"
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description="Train with the layers of μnit Scaling.")
-    parser.add_argument("--quick", action="store_true", help="a tiny model; print the table alone")
-    options = parser.parse_args()
-    torch.set_num_threads(1)
-    if options.quick:
-        print(table(QUICK, 1))
-        return
-    put_between(*PLACE, table(RECIPE, SEEDS))
+def families() -> dict[str, Family]:
+    return {products: family(products) for products in ("as stored", "FP8")}
 
 
 if __name__ == "__main__":
-    main()
+    write_table(families(), PLACE, "Train with the layers of μnit Scaling.")

@@ -12,8 +12,9 @@ from __future__ import annotations
 
 import argparse
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -23,7 +24,7 @@ from torch.overrides import TorchFunctionMode
 
 from benchmarks.table import markdown, place, put_between
 from examples.train_gpt import QUICK, Recipe, Text
-from examples.train_unit_scaled import UNIT_SCALED, train
+from examples.train_unit_scaled import UNIT_SCALED, Family, train
 
 PLACE = place("unit-scaling.md", "narrow_products")
 RECIPE, SEEDS = Recipe(steps=120), 3
@@ -137,33 +138,45 @@ def layers_with(roundings: tuple[Rounding, Rounding] | None) -> Callable[[Recipe
     return layers
 
 
-def table(recipe: Recipe, seeds: int) -> str:
+def trainings(families: Mapping[str, Family], recipe: Recipe, seeds: int) -> str:
+    """Train each family with weights and state as in :data:`STORED`; return the table of losses and errors.
+
+    Args:
+        families: name of the products -> layers with these products, of one name.
+        recipe: the training.
+        seeds: number of trainings of each kind.
+    """
     text = Text.of_standard_library()
     rows = []
     for stored, (dtype, strategy) in STORED.items():
         losses, errors = [], []
-        for roundings in PRODUCTS.values():
-            family = replace(UNIT_SCALED, layers=layers_with(roundings))
+        for family in families.values():
             runs = [train(family, dtype, strategy, replace(recipe, seed=s), text) for s in range(seeds)]
             losses.append(f"{statistics.fmean(run.loss for run in runs):.4f}")
             errors.append(f"{statistics.fmean(run.displacement_error for run in runs):.2g}")
         rows.append([stored, *losses, *errors])
-    headers = ("weights, state", *(f"{what}, {each}" for what in ("loss", "error") for each in PRODUCTS))
+    headers = ("weights, state", *(f"{what}, {each}" for what in ("loss", "error") for each in families))
     version = torch.__version__.partition("+")[0]
-    about = f"{recipe.steps} steps of a unit-scaled GPT, means of {seeds} seeds, torch {version}:"
+    (kind,) = {family.name for family in families.values()}
+    about = f"{recipe.steps} steps of a {kind} GPT, means of {seeds} seeds, torch {version}:"
     return f"{about}\n\n{markdown(headers, rows)}"
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description="Train with products of 8 and 4 bits.")
+def write_table(families: Mapping[str, Family], where: tuple[Path, str, str], description: str) -> None:
+    """Write the table of :func:`trainings` into a page, or print that of a tiny model: a command."""
+    parser = argparse.ArgumentParser(description=description)
     parser.add_argument("--quick", action="store_true", help="a tiny model; print the table alone")
     options = parser.parse_args()
     torch.set_num_threads(1)
     if options.quick:
-        print(table(QUICK, 1))
+        print(trainings(families, QUICK, 1))
         return
-    put_between(*PLACE, table(RECIPE, SEEDS))
+    put_between(*where, trainings(families, RECIPE, SEEDS))
+
+
+def families() -> dict[str, Family]:
+    return {name: replace(UNIT_SCALED, layers=layers_with(roundings)) for name, roundings in PRODUCTS.items()}
 
 
 if __name__ == "__main__":
-    main()
+    write_table(families(), PLACE, "Train with products of 8 and 4 bits.")
