@@ -108,7 +108,7 @@ def test_weights_of_every_size_are_as_near_as_float32_or_a_ten_thousandth(
 
 
 def test_radams_error_is_that_of_its_last_steps() -> None:
-    """It does not add up: in twice as many steps it is half as large, relative to the way."""
+    """Errors do not add up: after twice as many steps they are half as large, relative to the way."""
     found = []
     for steps in (600, 1200):
         make = partial(torch.optim.RAdam, lr=1e-4)
