@@ -375,7 +375,7 @@ def has_error_terms(tensor: Tensor) -> bool:
 
 def holds_more(tensor: Tensor) -> bool:
     """Return whether a tensor has error terms, or is packed."""
-    found = record_of(tensor)
+    found = record_of(host_twin(tensor))
     return found is not None and found.holds_more
 
 
