@@ -627,3 +627,18 @@ def test_metrics_measure_packed_weights_and_change_no_bit() -> None:
     found = collage_fx.backend_of(runs[1][1]).metrics()
     assert len(found.tensors) == len([*runs[0][0].parameters()])
     assert 0.999 < collage_fx.backend_of(runs[1][1]).scalars()["collage/edq_ratio"] < 1.001
+
+
+def test_assign_takes_a_value_of_another_layout() -> None:
+    """Blocks are neighbours in the weight's memory, not in the value's."""
+    torch.manual_seed(0)
+    p = nn.Parameter(torch.randn(64, 32, 3, 3).bfloat16().to(memory_format=torch.channels_last))
+    optimizer = install(torch.optim.SGD([p], lr=1e-3), weights="int16x32")
+    for _ in range(2):
+        p.grad = torch.randn(64, 32, 3, 3).bfloat16().to(memory_format=torch.channels_last)
+        optimizer.step()
+    assert is_packed(p)
+    value = torch.randn(64, 32, 3, 3) * torch.logspace(-3, 0, 32).reshape(1, 32, 1, 1)
+    assign(p, value)
+    bound = float(Weights().error_bound(torch.bfloat16).of_largest) * float(value.abs().max())
+    assert float((full_value(p).detach() - value).abs().max()) <= bound

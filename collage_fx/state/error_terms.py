@@ -288,7 +288,8 @@ class ErrorTermRecord:
         with real_tensors(), torch.no_grad():
             for first in range(0, len(value), rows):
                 part = slice(first, first + rows)
-                wide = value[part].to(torch.float32)
+                codes = self.auxiliaries[0][part]  # whose layout tells the elements of a block
+                wide = torch.empty_like(codes, dtype=torch.float32).copy_(value[part])
                 if keep_same:
                     rows_of = [each[part] if each.dim() else each for each in self.auxiliaries]
                     held = self.format.join(value[part], *rows_of)
