@@ -1,8 +1,8 @@
 """The pass that chooses which parameters are kept as codes alone, in a format such as ``int16x32``.
 
 A weight may have any recurrence: its rounding is right on average, and its error is that of the format. It
-keeps error terms if its rows are not made of whole blocks, if it has few elements, if it is a shard, or if
-the step keeps single elements of a block. A recorded step chooses none.
+keeps error terms if its rows are not made of whole blocks, if it has few elements, or if the step keeps
+single elements of a block. A recorded step chooses none.
 """
 
 from __future__ import annotations
@@ -38,8 +38,6 @@ class PackWeights(Pass):
 
 def _why_not(state: StateTensor, fmt: ErrorFormat) -> str:
     """Return why a parameter keeps error terms; empty if it does not."""
-    if state.info.cut_from:
-        return "it is a shard, whose memory FSDP2 holds"
     if splits_blocks(state, fmt):
         return "the step keeps single elements, which have a scale in common with others"
     return state.why_not_stored(fmt)

@@ -8,23 +8,20 @@ import io
 import pickle
 import warnings
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.fsdp import fully_shard
 from torch.utils.checkpoint import checkpoint
 
 import collage_fx
 from collage_fx import assign, full_value, install
 from collage_fx.errors import CheckpointMismatchError, InvalidOptionError
 from collage_fx.numerics import Weights, format_named
-from collage_fx.state.error_terms import has_error_terms, record_of
+from collage_fx.state.error_terms import record_of
 from collage_fx.state.packed import is_packed
-from tests.support.processes import Processes
 from tests.support.substitutes import fingerprints_without_scales
 from tests.support.training import Lion
 
@@ -594,31 +591,6 @@ def test_a_scale_that_is_not_finite_is_told() -> None:
     with pytest.warns(UserWarning, match=r"params\[1\]"):
         step(other, resumed, 4)
     assert bool(full_value(other.linear.weight).isfinite().all())
-
-
-def in_shards() -> tuple[bool, str]:
-    """Step a sharded layer; return whether its weight has error terms, and how 4.1 bytes are refused."""
-    torch.manual_seed(0)
-    layer = nn.Linear(128, 128, bias=False).bfloat16()
-    fully_shard(layer)
-    optimizer = install(torch.optim.AdamW(layer.parameters()), weights="int16x32")
-    layer(torch.ones(1, 128).bfloat16()).sum().backward()
-    optimizer.step()
-    try:
-        collage_fx.explain(optimizer, bytes_per_parameter=BUDGET)
-    except InvalidOptionError as refusal:
-        return has_error_terms(layer.weight), str(refusal)
-    return has_error_terms(layer.weight), ""
-
-
-def test_shards_keep_error_terms(tmp_path: Path) -> None:
-    processes = Processes(2, tmp_path)
-    try:
-        for has_terms, refusal in processes.run(in_shards):
-            assert has_terms
-            assert "p is not packed: it is a shard, whose memory FSDP2 holds" in refusal
-    finally:
-        processes.stop()
 
 
 def test_metrics_measure_packed_weights_and_change_no_bit() -> None:

@@ -509,6 +509,8 @@ ASSIGNED = {
     ("installation.py", "cell.cell_contents"): "of a wrapper's function that holds the step of before",
     ("torch_compat/fully_sharded.py", "tensor.data"): "of a tensor that is converted, as is asked for",
     ("torch_compat/fully_sharded.py", "setattr"): "likewise, the shard of a DTensor",
+    ("torch_compat/patch_gathers.py", "setattr"): "a mark on a parameter for GATHERED_SHARDS",
+    ("torch_compat/patch_gathers.py", "sharded._local_tensor"): "GATHERED_SHARDS, while FSDP2 reads it",
     ("wings/gradient_release.py", "p.grad"): "of small parameters of its own",
     ("wings/gradient_release.py", "parameter.grad"): "a gradient that has been used, as zero_grad() does",
     ("wings/offload.py", "parameter.grad"): "a gradient that has been copied, as zero_grad() does",

@@ -62,7 +62,7 @@ class Facts:
     composite: Callable[..., Any] | None = None
     with_number: Callable[..., Any] | None = None
     each: Callable[..., Any] | None = None
-    product: OpOverload | None = None
+    product: Callable[..., Any] | None = None
     function: Callable[..., sympy.Expr] | None = None
     sign: str = ""
     divides: bool = False
@@ -403,7 +403,7 @@ def factorizes(target: Any) -> bool:
 _OF_VALUES = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape, torch.Tag.inplace_view}
 
 
-def depends_on_values(target: OpOverload) -> bool:
+def depends_on_values(target: Any) -> bool:
     """Return whether its arguments' elements decide more of an operator than the elements of its result.
 
     Examples: the result's shape, a returned Python number, or failure, as of matrix factorizations. Also true

@@ -15,6 +15,7 @@ from collage_fx.errors import FailedPassError
 from collage_fx.graph.families import Repetition
 from collage_fx.graph.nodes import copies_to_inputs, copy_of, placeholders, stored
 from collage_fx.numerics import ErrorFormat, FloatFormat, storage_format
+from collage_fx.torch_compat import GATHERED_SHARDS
 
 if TYPE_CHECKING:
     import sympy
@@ -188,6 +189,8 @@ class StateTensor(Expansion):
             return "this process has none of its elements"
         if self.info.cut_from and not fmt.by_rows:
             return f"it is a shard, and {fmt.name} needs whole tensors"
+        if self.info.cut_from and self.info.role is Role.PARAMETER and not GATHERED_SHARDS.applies:
+            return "it is a shard, and this version of torch has another FSDP2"
         return fmt.why_not(self.value)
 
     def pack(self, fmt: ErrorFormat, why_not: str, why: str) -> bool:

@@ -37,12 +37,15 @@ from torch import Tensor
 from collage_fx.numerics import WEIGHT_FORMATS, define_operator
 from collage_fx.torch_compat import (
     current_trace,
+    distributed,
     distributed_like,
+    gather_from,
     guard_by_identity,
     has_storage,
     local_tensor,
     pytree,
     real_tensors,
+    sharding_of,
     storage_of,
     untraced,
     version_of,
@@ -176,6 +179,8 @@ def is_packed(tensor: Any) -> bool:
 def pack(tensor: Tensor, record: ErrorTermRecord) -> None:
     """Release a tensor's memory: its value is decoded from its record from now on."""
     move_packed(tensor, local_tensor(tensor).device)
+    if isinstance(tensor, torch.nn.Parameter) and local_tensor(tensor) is not tensor:
+        gather_from(tensor, decoded)
     guard_by_identity(tensor)
     _call()
     _make_packed(tensor, record)
@@ -322,7 +327,9 @@ def _call_decoded(func: Any, args: Any, kwargs: Any) -> Any:
         args, kwargs = pytree.tree_map(plain, (args, kwargs))
     else:  # as operations of models are called
         args = tuple(map(plain, args))
-    weights = {storage_of(made): tensor for tensor, made, _ in replaced.values() if made.requires_grad}
+    weights = {
+        storage_of(local_tensor(made)): tensor for tensor, made, _ in replaced.values() if made.requires_grad
+    }
     with _decoding_again(weights) if weights else contextlib.nullcontext():
         result = func(*args, **kwargs)
     tensors = (local_tensor(each) for each in pytree.tree_leaves(result) if isinstance(each, Tensor))
@@ -345,22 +352,24 @@ def _decoding_again(weights: Mapping[int, PackedTensor]) -> contextlib.AbstractC
     """Context manager: autograd saves no decoded weight, given by its storage, but decodes it again."""
 
     def leave_out(saved: Tensor) -> Any:
-        weight = weights.get(storage_of(saved)) if has_storage(saved) else None
+        piece = local_tensor(saved)
+        weight = weights.get(storage_of(piece)) if has_storage(piece) else None
         if weight is None:
             return saved
-        return weight, version_of(weight), saved.size(), saved.stride(), saved.storage_offset()
+        layout = piece.size(), piece.stride(), piece.storage_offset()
+        return weight, version_of(weight), layout, (sharding_of(saved), saved.size(), saved.stride())
 
     def decode_again(saved: Any) -> Tensor:
         if isinstance(saved, Tensor):
             return saved
-        weight, version, *layout = saved
+        weight, version, layout, whole = saved
         with without_torch_function():
             if version_of(weight) != version:
                 raise RuntimeError(
                     "one of the variables needed for gradient computation has been modified by an inplace "
                     f"operation: a weight of sizes {tuple(weight.shape)} was updated after its forward pass"
                 )
-            return decoded(weight).as_strided(*layout)
+            return distributed(local_tensor(decoded(weight)).as_strided(*layout), *whole)
 
     return torch.autograd.graph.saved_tensors_hooks(leave_out, decode_again)
 

@@ -126,6 +126,7 @@ if TYPE_CHECKING or is_used(__name__):
             is_compiling_forbidden,
             watch_conversions,
         )
+        from collage_fx.torch_compat.patch_gathers import GATHERED_SHARDS, gather_from
         from collage_fx.torch_compat.patch_graph_breaks import GraphBreak
         from collage_fx.torch_compat.patch_inductor import without_triton
         from collage_fx.torch_compat.patch_numbers import BurnedIn
@@ -151,6 +152,7 @@ if TYPE_CHECKING or is_used(__name__):
             base_of,
             bytes_of,
             disabled_torch_function,
+            distributed,
             distributed_like,
             gradient_dtype,
             guard_by_identity,

@@ -9,6 +9,7 @@ from collage_fx.torch_compat import (
     patch_averages,
     patch_conversions,
     patch_dtypes,
+    patch_gathers,
     patch_graph_breaks,
     patch_inductor,
     patch_numbers,
@@ -23,7 +24,7 @@ PATCHES: tuple[Patch, ...] = tuple(
     for module in (
         *(patch_steps, patch_averages),
         *(patch_conversions, patch_optimizers, patch_graph_breaks, patch_numbers),
-        *(patch_dtypes, patch_inductor),
+        *(patch_dtypes, patch_inductor, patch_gathers),
     )
     for value in vars(module).values()
     if isinstance(value, Patch)

@@ -9,7 +9,6 @@ from operator import attrgetter
 from typing import Any, NamedTuple, cast
 
 import torch
-from torch._ops import OpOverload as OpOverload
 from torch.overrides import _pop_mode_temporarily
 from torch.utils import _pytree
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
@@ -32,8 +31,11 @@ pytree = _pytree
 #: Function that a graph calls for ``torch.set_grad_enabled``.
 SET_GRAD_ENABLED: Any = torch._C._set_grad_enabled
 
+#: Class of torch's operators in graphs.
+OpOverload: Any = type(torch.ops.aten.add.Tensor)
 
-def schema_of(operator: OpOverload) -> Any:
+
+def schema_of(operator: Any) -> Any:
     """Return the schema of an operator: names and types of arguments and results, and mutations."""
     return operator._schema
 
@@ -252,7 +254,20 @@ def distributed_like(
     stride = (*(step * further.numel() for step in whole.stride()), *local.stride()[whole.dim() :])
     if shape is not None and tuple(shape) != of_elements:
         of_elements, stride = tuple(shape), torch.empty(shape, device="meta").stride()
-    made = whole.from_local(local, *sharding, run_check=False, shape=torch.Size(of_elements), stride=stride)
+    return distributed(local, sharding, of_elements, stride)
+
+
+def distributed(
+    local: torch.Tensor, sharding: Sharding | None, shape: Sequence[int], stride: tuple[int, ...]
+) -> torch.Tensor:
+    """Return a DTensor of a local shard, its placement, and the sizes and strides of the whole.
+
+    Without a placement, it is ``local`` itself.
+    """
+    if sharding is None:
+        return local
+    of: Any = sys.modules["torch.distributed.tensor"].DTensor
+    made = of.from_local(local, *sharding, run_check=False, shape=torch.Size(shape), stride=stride)
     return cast(torch.Tensor, made)
 
 

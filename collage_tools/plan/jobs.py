@@ -18,7 +18,6 @@ from torch.optim import Optimizer
 import collage_fx
 from collage_fx.errors import InvalidOptionError
 from collage_fx.graph import Role
-from collage_fx.report import TensorReport
 from collage_fx.torch_compat import FakeTensorMode
 from collage_tools.plan.activations import meta_model, peak, repeated_layers
 from collage_tools.plan.sources import Source
@@ -70,7 +69,6 @@ class Plan:
         whole: bytes of parameters and gradients that FSDP2 would hold whole.
         budgets: ``fp32 masters``, ``default``, or bytes per parameter -> kind of memory -> bytes on each GPU;
             state includes error terms and masters.
-        of_whole: budgets that pack weights, which FSDP2's shards do not allow.
         activations: activations without (False) and with (True) checkpointing of layers.
 
     Raises:
@@ -108,7 +106,6 @@ class Plan:
         counted = partial(peak, self.source, model, squares=self.squares)
         sizes = {each: partial(counted, layers if each else []) for each in ways}
         self.activations = {each: self._measured(size) for each, size in sizes.items()}
-        self.of_whole = set[str]()
         with FakeTensorMode():
             self.budgets = dict(self._budgets(parameters))
         room = self.usable - min(map(self.total, self.budgets))
@@ -169,7 +166,8 @@ class Plan:
                 index = re.search(r"params\[(\d+)\]", row.name)
                 number = [*numbers.values()][int(index[1])] if index else 1
                 state += own * number
-                saved += number * (self.dtype.itemsize * row.numel - row.bytes) * _is_packed_weight(row)
+                if row.packed and row.role is Role.PARAMETER:
+                    saved += number * (self.dtype.itemsize * row.numel - row.bytes)
             gathered = {"gathered": self.whole} if self.fsdp > 1 else {}
             return {**shared, "parameters": shared["parameters"] - saved, "state": round(state), **gathered}
 
@@ -183,14 +181,5 @@ class Plan:
                 total = report.bytes_per_parameter()["total"]
                 if total > limit / (1 - STEP):  # a recorded step, which packs nothing
                     return
+                yield f"{total:.3g} bytes", sizes(report)
                 limit = total * (1 - STEP)
-                packs_weights = any(map(_is_packed_weight, report.tensors))
-                if packs_weights and self.fsdp > 1:
-                    continue
-                name = f"{total:.3g} bytes"
-                self.of_whole |= {name} if packs_weights else set()
-                yield name, sizes(report)
-
-
-def _is_packed_weight(row: TensorReport) -> bool:
-    return row.packed and row.role is Role.PARAMETER

@@ -57,8 +57,7 @@ def shortage_of(plan: Plan) -> str:
         return ""
     remedy = "--fsdp alone is not enough: take a larger GPU or shorter sequences"
     if room > plan.whole:
-        sharded = min((each for each in plan.budgets if each not in plan.of_whole), key=plan.total)
-        shards = plan.fsdp * (plan.total(sharded) - plan.budgets[sharded].get("gathered", 0))
+        shards = plan.fsdp * (plan.total(least) - plan.budgets[least].get("gathered", 0))
         remedy = f"shard the model with --fsdp {2 ** math.ceil(math.log2(shards / (room - plan.whole)))}"
     return (
         f"a GPU of {plan.gpu:g} GB is too small for a sequence of {plan.sequence} tokens: "
