@@ -33,7 +33,7 @@ What is measured, the first two by the backend itself (``CollageBackend(metrics=
 [1] https://github.com/karpathy/nanoGPT, README, "I only have a macbook"
 [2] Yu et al., Collage: Light-Weight Low-Precision Strategy for LLM Training, ICML 2024, arXiv:2405.03637
 
-    python examples/train_gpt.py [OPTION ...]
+    ./dev demo [OPTION ...]    or    python examples/train_gpt.py [OPTION ...]
 
     --all                  every row, ten minutes; without it none, plus, 5.1 bytes and fp32 master
     --strategies NAME ...  these rows

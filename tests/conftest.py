@@ -126,8 +126,12 @@ def _is_chosen(config: pytest.Config) -> bool:
 
 
 @pytest.fixture(autouse=True)
-def _fresh_dynamo() -> Iterator[None]:
-    """No test meets code, or recompilation limits, that another has left in Dynamo's caches."""
+def _fresh_start() -> Iterator[None]:
+    """No test meets code or recompilation limits that another has left in Dynamo's caches, or its optimizers.
+
+    Recorded functions look at all optimizers of the process, and tell of what was written to their tensors.
+    """
+    substitutes.forget_steps()
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
     yield

@@ -89,6 +89,13 @@ def test_unknown_command() -> None:
         assert result.stderr.startswith(f"dev: no command {told}")
 
 
+def test_the_options_of_the_demo_are_shown_without_an_installation() -> None:
+    result = dev("demo", "--steps", "9", "--help")
+    assert result.returncode == 0
+    assert "./dev demo [OPTION ...]" in result.stdout
+    assert "--quick" in result.stdout
+
+
 def test_a_fake_gpu_needs_a_compiler() -> None:
     result = dev("test", "--fake-gpu")
     assert result.returncode == 1

@@ -55,6 +55,8 @@ def network(way: str = "") -> nn.Sequential:
             options["offload_policy"] = CPUOffloadPolicy(pin_memory=False)
         for each in (*layers[::2], model):
             fully_shard(each, reshard_after_forward="kept" not in way, **options)
+    for layer in layers if "compiled" in way else ():
+        layer.compile(backend="eager")
     return model
 
 
@@ -120,7 +122,19 @@ def compare(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
 @pytest.mark.filterwarnings("ignore:collage_fx.*written to between two steps")
 @pytest.mark.parametrize(
     "way",
-    ["", "kept", "recomputed", "twice", "float32", "on the host", "read", "loaded", "written", "assigned"],
+    [
+        "",
+        "kept",
+        "compiled",
+        "recomputed",
+        "twice",
+        "float32",
+        "on the host",
+        "read",
+        "loaded",
+        "written",
+        "assigned",
+    ],
 )
 def test_shards_have_the_bits_of_one_process(two_processes: Processes, way: str) -> None:
     losses, values, names = trained(way)

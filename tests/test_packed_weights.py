@@ -14,6 +14,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch._dynamo.utils import counters
 from torch.utils.checkpoint import checkpoint
 
 import collage_fx
@@ -258,6 +259,23 @@ def test_other_forward_passes_see_the_same_weights(way: str) -> None:
         assert torch.equal(result, expected)
     assert packed_in(model) == WEIGHTS
     step(model, optimizer, 4)
+
+
+def test_operations_between_graph_breaks_are_not_compiled() -> None:
+    """A frame that Dynamo skips, as it breaks in a loop, runs eagerly, and so do operations in it."""
+    model, _ = trained()
+    weight = model.linear.weight
+
+    def looped(x: Tensor) -> Tensor:
+        for _ in range(2):
+            torch._dynamo.graph_break()
+            x = x + weight.sum()
+        return x
+
+    counters.clear()
+    found = torch.compile(looped, backend="eager")(torch.ones(()))
+    assert torch.equal(found, 1 + weight.sum() + weight.sum())
+    assert not counters["stats"]["unique_graphs"]
 
 
 def live_bytes() -> int:

@@ -10,7 +10,7 @@ from tests.reliability.runs import two_running
 
 
 @pytest.fixture(autouse=True)
-def _no_code_that_is_gone(_fresh_dynamo: None) -> None:
+def _no_code_that_is_gone(_fresh_start: None) -> None:
     """No optimizer is there still whose compiled code Dynamo has dropped."""
     two_running.cache_clear()
 

@@ -27,7 +27,8 @@ from collage_fx.pipeline import Pass, run_pipeline
 from collage_fx.runtime.batches import Batch
 from collage_fx.runtime.step import CompensatedStep
 from collage_fx.state.fingerprints import fingerprint
-from collage_fx.torch_compat import PATCHES, TableKernel, inductor_compile_inner
+from collage_fx.state.replaced_state import _Held
+from collage_fx.torch_compat import PATCHES, TableKernel, inductor_compile_inner, records
 from collage_fx.torch_compat.patching import Patch
 from collage_fx.wings.gradient_release import GradientRelease
 
@@ -38,6 +39,11 @@ _COMPILERS = (
     "collage_fx.lowering.attempts.inductor_compile_inner",
     "collage_fx.lowering.kernels.load_cpp_library",
 )
+
+
+def forget_steps() -> None:
+    """Forget what all optimizers of the process held after their last steps."""
+    records.clear(_Held)
 
 
 # The way that a step takes. --------------------------------------------------------------------------------
