@@ -116,6 +116,7 @@ STORED = {
     "float32": (torch.float32, None),
     "bfloat16": (torch.bfloat16, "none"),
     "bfloat16, error terms": (torch.bfloat16, "exact"),
+    "bfloat16, 4.1 bytes": (torch.bfloat16, "4.1 bytes"),
 }
 
 

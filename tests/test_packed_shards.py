@@ -24,7 +24,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.utils.checkpoint import checkpoint as recomputed
 
 import collage_fx
-from collage_fx import full_state_dict, full_value, install
+from collage_fx import full_state_dict, full_value, install, step_in_backward
 from collage_fx.state.packed import is_packed
 from tests.support.memory import left, peak
 from tests.support.processes import Processes
@@ -60,8 +60,11 @@ def network(way: str = "") -> nn.Sequential:
     return model
 
 
-def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
-    return install(torch.optim.AdamW(model.parameters(), lr=1e-3), weights="int16x32")
+def optimizer_of(model: nn.Module, way: str = "") -> torch.optim.Optimizer:
+    optimizer = install(torch.optim.AdamW(model.parameters(), lr=1e-3), weights="int16x32")
+    if "in the backward pass" in way:
+        step_in_backward(model, optimizer)
+    return optimizer
 
 
 def loss_of(model: nn.Module, seed: int, way: str) -> Tensor:
@@ -108,7 +111,7 @@ def trained(way: str, steps: int = STEPS) -> tuple[list[float], dict[str, Tensor
     """Return losses, values and the names of packed weights of a training."""
     torch._dynamo.reset()
     model = network(way)
-    optimizer = optimizer_of(model)
+    optimizer = optimizer_of(model, way)
     losses = [step(model, optimizer, seed, way) for seed in range(steps)]
     return losses, values_of(model), [name for name, p in model.named_parameters() if is_packed(p)]
 
@@ -126,6 +129,7 @@ def compare(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
         "",
         "kept",
         "compiled",
+        "in the backward pass",
         "recomputed",
         "twice",
         "float32",
