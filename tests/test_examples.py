@@ -241,7 +241,7 @@ def killed_at(step: int, command: list[str], count: int) -> dict[int, str]:
     return fsdp_losses(printed)
 
 
-@pytest.mark.parametrize("budget", [None, 5.1])
+@pytest.mark.parametrize("budget", [None, 5.1, 4.2])
 def test_train_fsdp_goes_on_to_the_bit_after_sigkill(
     budget: float | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
