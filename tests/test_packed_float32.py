@@ -37,6 +37,7 @@ from tests.support.training import (
     run_steps,
     set_gradients,
 )
+from tests.support.warned import warned
 
 STATES = ("block16", "block8", "bf16")
 each_state = pytest.mark.parametrize("state", STATES)
@@ -446,6 +447,21 @@ def test_a_checkpoint_of_another_dtype(start: torch.dtype, state: str) -> None:
     assert float((ours - theirs).abs().max()) <= 2.0**-8 * float(ours.abs().max())
     run_steps(step, others, [3])
     assert is_packed(other.state[others[0]]["exp_avg"])
+
+
+@pytest.mark.parametrize("state", ["block16", "bf16"])
+def test_codes_of_float32_state_are_not_taken_for_those_of_16_bits(state: Any) -> None:
+    """Float32 state is rounded where it is loaded into bfloat16 state; the one warning is of parameters."""
+    wide, narrow = singles([(64, 96)]), parameters(shapes=[(64, 96)])
+    optimizer, other = install(adamw(wide), state=state), install(adamw(narrow))
+    run_steps(optimizer.step, wide, range(3))
+    saved = copy.deepcopy(optimizer.state_dict())
+    moments = {name: full_value(optimizer.state[wide[0]][name]) for name in ("exp_avg", "exp_avg_sq")}
+    assert not warned(lambda: other.load_state_dict(saved))
+    for name, value in moments.items():
+        assert torch.equal(other.state[narrow[0]][name], value.bfloat16())
+    (told,) = warned(lambda: run_steps(other.step, narrow, [3]))
+    assert "no error terms of param_groups[0].params[0].parameter have been loaded" in told
 
 
 def test_zeros_keep_their_count_in_a_checkpoint() -> None:
