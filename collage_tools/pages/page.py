@@ -16,7 +16,7 @@ from tabulate import tabulate
 
 from collage_fx.choices import Strategy
 from collage_fx.metrics import Metrics, UpdateQuality
-from collage_fx.numerics import ERROR_FORMATS
+from collage_fx.numerics import ERROR_FORMATS, format_named
 from collage_fx.pipeline import Stage
 from collage_fx.report import (
     BUDGET_CAPTION,
@@ -131,6 +131,7 @@ def _section(
     newest = own[-1]
     yield f"<h2>{escape(subject)}</h2><p>{escape(summary_line(rows, other_state))}</p>"
     yield _treatment_table(groups)
+    yield _legend(row.error_format for row in rows)
     if newest.budgets:
         compensates = any(row.compensated for row in rows)
         table = budget_table(newest.budgets, "html", compensates=compensates)
@@ -211,8 +212,14 @@ def _memory_table(graphs: Sequence[GraphReport], rows: Sequence[TensorReport], o
         newest = {row.name: row for of_graph in of_choice for row in of_graph}
         total = bytes_per_parameter(list(newest.values()), other_state)["total"]
         lines.append((label, f"{total:.4g}"))
-    formats = "; ".join(f"{name}: {fmt.precision}" for name, fmt in ERROR_FORMATS.items())
-    return f"{html_table(lines, ('strategy', 'bytes'), 1)}<p class='names'>{escape(formats)}</p>"
+    return f"{html_table(lines, ('strategy', 'bytes'), 1)}{_legend(ERROR_FORMATS)}"
+
+
+def _legend(names: Iterable[str]) -> str:
+    """Say what formats hold, of which the empty name is none."""
+    formats = [each for each in map(format_named, dict.fromkeys(names)) if each is not None]
+    text = "; ".join(f"{each.name}: {each.precision}" for each in formats)
+    return f"<p class='names'>{escape(text)}</p>"
 
 
 #: Columns of the table of updates: heading -> attribute, a share or a ratio.

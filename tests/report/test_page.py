@@ -65,6 +65,13 @@ def test_it_is_well_formed_and_has_all_parts(report: CollageReport) -> None:
     assert "Generated code" not in text
 
 
+def test_formats_on_the_page_are_explained() -> None:
+    optimizer = torch.optim.AdamW(parameters(shapes=[(64, 128)]))
+    page = explain(optimizer, bytes_per_parameter=4.2).to_html()
+    for used in ("weights in 16 bits", "numbers in 8 bits", "numbers that are not negative in 8 bits"):
+        assert f"{used}, 32 of them with a scale" in page
+
+
 def test_reasons_stand_below_their_treatment_as_wide_as_the_table(report: CollageReport) -> None:
     root = ElementTree.fromstring(report.to_html())
     table = next(each for each in root.iter(f"{HTML}table") if each.get("class") == "treatments")
