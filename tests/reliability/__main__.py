@@ -80,8 +80,6 @@ elsewhere or spoiled one to three times, and compares them. {lost} elements were
   the error terms of that tensor have to become zero, those of others to stay, and a warning has to name the
   tensor.
 - A run counts for each way that it went.
-- DTensors that are cut by columns are rounded to nearest, because dither depends on places in memory
-  ([limits](limits.md#several-processes)).
 
 Faults around a step (gradients that are not finite, interrupted compilations, forks, full disks, memory
 that runs out) are in [`tests/test_faults.py`](../tests/test_faults.py): the step works, or it is refused
