@@ -12,14 +12,8 @@ from dataclasses import dataclass
 
 import torch
 
-from collage_fx.graph import (
-    PASS_MARK,
-    Expansion,
-    GraphEditor,
-    StepProgram,
-    is_low_precision_tensor,
-    placeholders,
-)
+from collage_fx import graph
+from collage_fx.graph import Expansion, GraphEditor, StepProgram
 from collage_fx.numerics import AuxiliarySpec
 from collage_fx.passes.base import Pass
 
@@ -42,7 +36,7 @@ class Allocate(Pass):
 
     def run(self, program: StepProgram) -> str:
         editor = GraphEditor(program.gm, self.name)
-        last = placeholders(editor.graph)[-1]
+        last = graph.placeholders(editor.graph)[-1]
         program.reads = list(_reads(program)) if program.arithmetic == "wide" else []
         for state in program.expansions:
             hi = state.placeholder.meta["val"]
@@ -54,7 +48,7 @@ class Allocate(Pass):
                     last = editor.graph.placeholder(f"{state.placeholder.name}_{spec.name}")
                 with editor.fake_mode:
                     last.meta["val"] = spec.zeros(hi.device)
-                last.meta[PASS_MARK] = self.name
+                last.meta[graph.PASS_MARK] = self.name
                 added.append(last)
             state.auxiliaries = tuple(added[: len(specs)])
             if is_dithered:
@@ -65,7 +59,7 @@ class Allocate(Pass):
 def _reads(program: StepProgram) -> Iterator[Expansion]:
     whole = program.already_compensated | program.may_get_terms
     read = whole.difference(state.position for state in program.states)
-    for position, node in enumerate(placeholders(program.gm.graph)):
-        if position in read and is_low_precision_tensor(node):
+    for position, node in enumerate(graph.placeholders(program.gm.graph)):
+        if position in read and graph.is_low_precision_tensor(node):
             fmt = program.coded_weights.get(position, program.error_format)
             yield Expansion(node, position, program.inputs[position], chosen_format=fmt)

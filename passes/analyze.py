@@ -7,43 +7,17 @@ second moment for beta2 >= 0.95, and not its first moment for beta1 = 0.9.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import accumulate
 
 import sympy
 import torch
-from torch.fx import Graph, Node
+from torch.fx import Node
 
-from collage_fx.graph import (
-    InputInfo,
-    Kind,
-    Recurrence,
-    Role,
-    StateTensor,
-    StepProgram,
-    copies_to_inputs,
-    facts_of,
-    find_cancellation,
-    has_elements,
-    ignores_values,
-    is_float32_tensor,
-    is_low_precision_tensor,
-    is_unbounded,
-    judge,
-    made_of,
-    moves_as_a_parameter,
-    passed_operand,
-    placeholders,
-    reached,
-    read_recurrence,
-    source_of,
-    spoils_an_update,
-    stored,
-    tensor_value,
-    unless_skipped,
-)
+from collage_fx import graph
+from collage_fx.graph import InputInfo, Kind, Recurrence, Role, StateTensor, StepProgram
 from collage_fx.numerics import ERROR_FORMATS, SUM, storage_format
 from collage_fx.passes.base import Pass
 
@@ -66,29 +40,31 @@ class Analyze(Pass):
     after = ("normalize", "undo-stochastic-rounding")
 
     def run(self, program: StepProgram) -> str:
-        graph = program.gm.graph
-        infos = dict(zip(placeholders(graph), program.inputs, strict=True))
-        stores = copies_to_inputs(graph)
+        step = program.gm.graph
+        infos = dict(zip(graph.placeholders(step), program.inputs, strict=True))
+        stores = graph.copies_to_inputs(step)
         symbols = {node: info.symbol for node, info in infos.items()}
         new_values: dict[Node, str] = {}
         for placeholder, store in stores.items():
             if infos[placeholder].role is Role.NEW:
                 continue  # a new tensor's value is no other state's old value
-            for value in (stored(store), unless_skipped(placeholder, stored(store))):
+            for value in (graph.stored(store), graph.unless_skipped(placeholder, graph.stored(store))):
                 new_values.setdefault(value, f"{symbols[placeholder]}'")
         kept_up = [node for i, node in enumerate(infos) if i in program.already_compensated]
-        low = filter(is_low_precision_tensor, infos)
+        low = filter(graph.is_low_precision_tensor, infos)
         parameters = [node for node in low if infos[node].role is Role.PARAMETER]
         read = dict.fromkeys(node for node in (*kept_up, *parameters) if node not in stores)
-        flow = _Flow(graph, stores, [*read])
+        flow = _Flow(step.nodes, stores, [*read])
         float32 = _float32_states(infos) if program.takes_float32 else set[Node]()
-        updated = {node for node in stores if is_low_precision_tensor(node) or node in float32}
+        updated = {node for node in stores if graph.is_low_precision_tensor(node) or node in float32}
         program.states = []
         for position, (placeholder, info) in enumerate(infos.items()):
             if placeholder not in updated:
                 continue
             store, is_parameter = stores[placeholder], info.role is Role.PARAMETER
-            of = partial(read_recurrence, placeholder, stored(store), symbols, is_parameter=is_parameter)
+            of = partial(
+                graph.read_recurrence, placeholder, graph.stored(store), symbols, is_parameter=is_parameter
+            )
             recurrence = of(new_values)
             if recurrence.kind is Kind.OVERWRITE and flow.returns_to(placeholder):
                 # It depends on its old value through other tensors' new values: read those, too.
@@ -101,16 +77,16 @@ class Analyze(Pass):
                 others = list(_recurrences_of_replaced(program, placeholder, stores, symbols))
                 keeps_terms = any(keeps for _, keeps in others)
                 found = (each for each, _ in others)
-                recurrence = max(found, key=lambda each: judge(each, fmt).lossy, default=recurrence)
-            verdict = judge(recurrence, fmt)
+                recurrence = max(found, key=lambda each: graph.judge(each, fmt).lossy, default=recurrence)
+            verdict = graph.judge(recurrence, fmt)
             made = StateTensor(placeholder, position, info, store, recurrence, verdict, keeps_terms)
             program.states.append(made)
-        find_cancellation(program)
+        graph.find_cancellation(program)
         gradients = {node for node, info in infos.items() if info.role is Role.GRADIENT}
         exact = gradients.difference(stores, kept_up)
         moved = {node for parameter in program.parameters for node in parameter.recurrence.path}
         for state in program.states:
-            state.is_unbounded = is_unbounded(state, exact, moved)
+            state.is_unbounded = graph.is_unbounded(state, exact, moved)
             selected, state.selection = _select(program, state, flow)
             if selected:
                 state.chosen_format = program.error_format
@@ -129,7 +105,7 @@ class Analyze(Pass):
                 _compensate(program, state, "computed from float32 values, as from master weights")
             elif is_parameter and program.is_recorded:
                 _compensate(program, state, "a parameter, in a part of a recorded step")
-                if any(node.target is aten.view.dtype for node in made_of(_stored(state))):
+                if any(node.target is aten.view.dtype for node in graph.made_of(_stored(state))):
                     state.refusal, state.remedy = ROUNDED_BITS
             elif state.info.role is not Role.STATE or state.compensated:
                 continue
@@ -158,16 +134,16 @@ class Analyze(Pass):
 def _float32_states(infos: Mapping[Node, InputInfo]) -> set[Node]:
     """Return the float32 parameters among the inputs, and their state, without numbers (0-d)."""
     parameters = {info.name: node for node, info in infos.items() if info.role is Role.PARAMETER}
-    any_low = any(map(is_low_precision_tensor, parameters.values()))
+    any_low = any(map(graph.is_low_precision_tensor, parameters.values()))
     found = set()
     for node, info in infos.items():
-        if not is_float32_tensor(node):
+        if not graph.is_float32_tensor(node):
             continue
         # A tensor of the state "a.b" of the parameter "w" is named "w.a.b".
         prefixes = accumulate(info.name.split("."), "{}.{}".format)
         owners = [parameters[prefix] for prefix in prefixes if prefix in parameters]
-        is_beside_low = any(map(is_low_precision_tensor, owners)) if owners else any_low
-        is_state = info.role is Role.STATE and has_elements(node) and not is_beside_low
+        is_beside_low = any(map(graph.is_low_precision_tensor, owners)) if owners else any_low
+        is_state = info.role is Role.STATE and graph.has_elements(node) and not is_beside_low
         if is_state or info.role is Role.PARAMETER:
             found.add(node)
     return found
@@ -180,14 +156,16 @@ def _recurrences_of_replaced(
 
     With each comes whether the replaced tensor has error terms, chosen by a step or loaded.
     """
-    inputs = zip(placeholders(program.gm.graph), program.inputs, strict=True)
+    inputs = zip(graph.placeholders(program.gm.graph), program.inputs, strict=True)
     for position, (node, info) in enumerate(inputs):
-        old = tensor_value(node)
+        old = graph.tensor_value(node)
         if node in stores or info.role is not Role.STATE or old is None:
             continue
-        if old.shape == placeholder.meta["val"].shape and is_low_precision_tensor(node):
+        if old.shape == placeholder.meta["val"].shape and graph.is_low_precision_tensor(node):
             named = {**symbols, node: symbols[placeholder]}
-            found = read_recurrence(node, stored(stores[placeholder]), named, {}, is_parameter=False)
+            found = graph.read_recurrence(
+                node, graph.stored(stores[placeholder]), named, {}, is_parameter=False
+            )
             if found.kind is not Kind.OVERWRITE:
                 yield found, position in program.has_lasting_terms
 
@@ -195,16 +173,16 @@ def _recurrences_of_replaced(
 class _Flow:
     """Data flow of a graph: the inputs, mutated or ``constant``, that each new value is computed from."""
 
-    def __init__(self, graph: Graph, stores: Mapping[Node, Node], constant: Sequence[Node]) -> None:
+    def __init__(self, nodes: Iterable[Node], stores: Mapping[Node, Node], constant: Sequence[Node]) -> None:
         self.inputs = [*stores, *constant]
         self.bit = {placeholder: 1 << i for i, placeholder in enumerate(self.inputs)}
         self.reads: dict[Node, int] = {}
-        for node in graph.nodes:
+        for node in nodes:
             self.reads[node] = self.bit.get(node, 0)
-            for operand in () if ignores_values(node.target) else node.all_input_nodes:
+            for operand in () if graph.ignores_values(node.target) else node.all_input_nodes:
                 self.reads[node] |= self.reads[operand]
         self.new_values = {placeholder: placeholder for placeholder in constant}
-        self.new_values |= {placeholder: stored(store) for placeholder, store in stores.items()}
+        self.new_values |= {placeholder: graph.stored(store) for placeholder, store in stores.items()}
 
     def is_read(self, placeholder: Node, target: Node) -> bool:
         """Return whether the new value of ``target`` is computed from the old value of ``placeholder``."""
@@ -258,9 +236,9 @@ def _select(program: StepProgram, state: StateTensor, flow: _Flow) -> tuple[bool
         return True, f"{program.strategy}: every parameter"
     if program.strategy == "plus" and state.verdict.lossy:
         return True, "plus: lossy state"
-    if moves_as_a_parameter(program, state):
+    if graph.moves_as_a_parameter(program, state):
         return True, f"{program.strategy}: it accumulates numbers of either sign, as a parameter does"
-    if spoils_an_update(state):
+    if graph.spoils_an_update(state):
         return True, f"{program.strategy}: an update is a small difference between it and a parameter"
     # Such a state (Lookahead's slow weights) is a parameter itself, however fast it decays towards another: a
     # rounding error that is small relative to an average can be large relative to a parameter's update.
@@ -324,7 +302,7 @@ def _is_set_to(program: StepProgram, state: StateTensor, source: Node, symbols: 
     known = next((each for each in program.states if each.placeholder is source), None)
     if known is not None and known.info.role is Role.STATE and known.recurrence.kind is Kind.MOVING_AVERAGE:
         return False
-    found = read_recurrence(source, _stored(state), symbols, {}, is_parameter=False)
+    found = graph.read_recurrence(source, _stored(state), symbols, {}, is_parameter=False)
     is_small = bool(found.slopes) and all(each.is_number and abs(each) < 0.5 for each in found.slopes)
     return bool(found.path or source is _stored(state)) and not is_small
 
@@ -339,30 +317,32 @@ def _is_rounded_in_bits(state: StateTensor) -> bool:
     node = _stored(state)
     if node.target is not aten.view.dtype:
         return False
-    integers = reached([node], lambda each: filter(_gives_integers, each.all_input_nodes))
-    return any(facts_of(each.target).cuts_bits for each in integers)
+    integers = graph.reached([node], lambda each: filter(_gives_integers, each.all_input_nodes))
+    return any(graph.facts_of(each.target).cuts_bits for each in integers)
 
 
 def _gives_integers(node: Node) -> bool:
-    value = tensor_value(node)
+    value = graph.tensor_value(node)
     return value is not None and not value.dtype.is_floating_point
 
 
 def _is_computed_from_float32(target: StateTensor) -> bool:
     """Return whether a new value is computed from float32 inputs other than numbers."""
-    inputs = (node for node in made_of(_stored(target)) if node.op == "placeholder")
-    return any(is_float32_tensor(node) and has_elements(node) for node in inputs)
+    inputs = (node for node in graph.made_of(_stored(target)) if node.op == "placeholder")
+    return any(graph.is_float32_tensor(node) and graph.has_elements(node) for node in inputs)
 
 
 def _stored(state: StateTensor) -> Node:
     """Return the node that computes the new value, looking through casts and copies."""
-    return source_of(state.store.args[1])
+    return graph.source_of(state.store.args[1])
 
 
 def _select_gradient(program: StepProgram, state: StateTensor, flow: _Flow) -> tuple[bool, str]:
     """Return whether a gradient is state because gradients accumulate in it, and why."""
-    path = (node for node in state.recurrence.path if passed_operand(node) is None)
-    accumulates = state.recurrence.slopes == (1,) and all(facts_of(n.target).sign in ("+", "-") for n in path)
+    path = (node for node in state.recurrence.path if graph.passed_operand(node) is None)
+    accumulates = state.recurrence.slopes == (1,) and all(
+        graph.facts_of(n.target).sign in ("+", "-") for n in path
+    )
     if accumulates and not any(flow.is_read(p.placeholder, state.placeholder) for p in program.parameters):
         return True, "gradients accumulate in it"
     return False, "a gradient, computed anew for every step"

@@ -27,14 +27,8 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from collage_fx.graph import (
-    GraphEditor,
-    StepProgram,
-    has_elements,
-    is_conversion,
-    is_low_precision_tensor,
-    tensor_value,
-)
+from collage_fx import graph
+from collage_fx.graph import GraphEditor, StepProgram
 from collage_fx.passes.base import Pass
 
 aten = torch.ops.aten
@@ -66,7 +60,7 @@ class ClearDenominators(Pass):
 def _divisor(node: Node) -> Node | None:
     """Return the tensor with elements that a division divides by; None for other nodes."""
     divisor: Any = node.args[-1] if node.target in DIVISIONS else None
-    return divisor if has_elements(divisor) else None
+    return divisor if graph.has_elements(divisor) else None
 
 
 def _clear(editor: GraphEditor, reader: _Reader, node: Node) -> bool:
@@ -133,7 +127,7 @@ class _Reader:
             factors: Factors = Counter() if abs(value) == 1 else Counter([abs(value)])
             return _Scaled(numerators=factors, is_negative=math.copysign(1, value) < 0)
         if value not in self._read:
-            whole = _Scaled(core=value) if has_elements(value) else _Scaled(numerators=Counter([value]))
+            whole = _Scaled(core=value) if graph.has_elements(value) else _Scaled(numerators=Counter([value]))
             self._read[value] = self._operation(value) or whole
         return self._read[value]
 
@@ -142,7 +136,7 @@ class _Reader:
         operands = node.args
         if node.target is aten.neg.default:
             return -self.read(operands[0])
-        if has_elements(node) and node.target in (aten.add.Tensor, aten.sub.Tensor):
+        if graph.has_elements(node) and node.target in (aten.add.Tensor, aten.sub.Tensor):
             return None if node.kwargs else self._sum(node)
         if node.target is aten.mul.Tensor and any(map(_is_number, operands)):
             return self.read(operands[0]) * self.read(operands[1])
@@ -150,7 +144,7 @@ class _Reader:
             return self.read(operands[0]) * self.read(operands[1]).inverse()
         if _is_number(node) and node.target is aten.reciprocal.default:
             return self.read(operands[0]).inverse()
-        if is_conversion(node) and (_is_number(operands[0]) or _is_widened(node)):
+        if graph.is_conversion(node) and (_is_number(operands[0]) or _is_widened(node)):
             return self.read(operands[0])
         return None
 
@@ -209,7 +203,7 @@ def _in_float32(editor: GraphEditor, node: Any) -> Node:
 
 
 def _float32_or_wider(node: Any) -> torch.dtype:
-    return torch.float32 if is_low_precision_tensor(node) else node.meta["val"].dtype
+    return torch.float32 if graph.is_low_precision_tensor(node) else node.meta["val"].dtype
 
 
 def _are_computed(factors: Factors) -> bool:
@@ -220,12 +214,12 @@ def _are_computed(factors: Factors) -> bool:
 def _is_widened(conversion: Node) -> bool:
     """Return whether a conversion is from a 16-bit format to a wider format, which holds all its values."""
     is_wide = conversion.meta["val"].dtype in (torch.float32, torch.float64)
-    return is_wide and is_low_precision_tensor(conversion.args[0])
+    return is_wide and graph.is_low_precision_tensor(conversion.args[0])
 
 
 def _is_number(value: Any) -> bool:
     """Return whether a value is a Python number or a 0-d tensor of floating-point numbers."""
-    tensor = tensor_value(value)
+    tensor = graph.tensor_value(value)
     if tensor is None:
         return isinstance(value, (int, float))
     return tensor.dim() == 0 and tensor.is_floating_point()

@@ -47,26 +47,8 @@ from torch import Tensor
 from torch.fx import Node
 from torch.fx.node import map_arg
 
-from collage_fx.graph import (
-    PASS_MARK,
-    GraphEditor,
-    Kind,
-    StateTensor,
-    StepProgram,
-    components,
-    copies_read_by,
-    facts_of,
-    fed_back,
-    is_conversion,
-    is_movement,
-    is_transparent,
-    keeps_grid,
-    made_of,
-    restore,
-    set_aside,
-    tensor_value,
-    unconverted,
-)
+from collage_fx import graph
+from collage_fx.graph import GraphEditor, Kind, StateTensor, StepProgram
 from collage_fx.numerics import DoubleWord, arithmetic
 from collage_fx.passes.base import Pass
 
@@ -89,11 +71,11 @@ class CompensateNative(Pass):
     def run(self, program: StepProgram) -> str:
         editor = GraphEditor(program.gm, self.name)
         order = {node: i for i, node in enumerate(editor.graph.nodes)}
-        skips = [set_aside(state) for state in program.compensated]
+        skips = [graph.set_aside(state) for state in program.compensated]
         for states, path in _shared_paths(program):
             _PathRewriter(editor, states, sorted(path, key=order.__getitem__)).run()
         for state, skip in zip(program.compensated, skips, strict=True):
-            restore(editor, state, skip)
+            graph.restore(editor, state, skip)
         return program.compensation
 
 
@@ -104,15 +86,15 @@ def _shared_paths(program: StepProgram) -> list[tuple[list[StateTensor], set[Nod
     """
     paths: dict[Node, set[Node]] = {}
     for state in program.compensated:
-        own_term = fed_back(state, program.states)
-        copies = copies_read_by(own_term, state.placeholder)
+        own_term = graph.fed_back(state, program.states)
+        copies = graph.copies_read_by(own_term, state.placeholder)
         paths[state.placeholder] = own_term.union(state.recurrence.path, copies)
 
     def nodes_of(state: StateTensor) -> Iterator[tuple[torch.dtype, Node]]:
-        sources = set[Node]() if _keeps_old_value(state) else made_of(state.stored)
+        sources = set[Node]() if _keeps_old_value(state) else graph.made_of(state.stored)
         return ((state.value.dtype, node) for node in paths[state.placeholder] | sources)
 
-    groups = components(program.compensated, nodes_of)
+    groups = graph.components(program.compensated, nodes_of)
     return [(states, set().union(*(paths[state.placeholder] for state in states))) for states in groups]
 
 
@@ -122,7 +104,7 @@ def _keeps_old_value(state: StateTensor) -> bool:
     if recurrence.kind is Kind.MOVING_AVERAGE:
         return True
     u, path = state.format.unit_roundoff, {state.placeholder, *recurrence.path}
-    sums = [node for node in recurrence.path if facts_of(node.target).sign in ("+", "-")]
+    sums = [node for node in recurrence.path if graph.facts_of(node.target).sign in ("+", "-")]
     terms = [operand for node in sums for operand in node.all_input_nodes if operand not in path]
     if recurrence.kind is not Kind.ACCUMULATION or (len(terms) > 1 and any(map(_is_rounded, terms))):
         return False
@@ -160,7 +142,7 @@ class _PathRewriter:
                 continue
             with self.editor.graph.inserting_before(node):
                 result = self._rewritten(node)
-            if result is not None or node in self.words or is_transparent(node.target):
+            if result is not None or node in self.words or graph.is_transparent(node.target):
                 self.whole.add(result or node)
             if result is not None:
                 node.replace_all_uses_with(result)
@@ -180,16 +162,16 @@ class _PathRewriter:
 
     def _rewritten(self, node: Node) -> Node | None:
         """Return the node that replaces ``node``; None to leave ``node`` unchanged, reading hi."""
-        value = tensor_value(node)
+        value = graph.tensor_value(node)
         operands = node.all_input_nodes
         is_element = node.target is operator.getitem
         if value is None or is_element:  # several tensors, or one of them
-            if operands[0] in self.words and (is_element or is_movement(node)):
+            if operands[0] in self.words and (is_element or graph.is_movement(node)):
                 self.words[node] = node, self._moved(node, self._low_part)
             return None
-        if is_conversion(node):
+        if graph.is_conversion(node):
             return self._converted(node, operands[0], value.dtype)
-        if not is_transparent(node.target):
+        if not graph.is_transparent(node.target):
             return None
         if value.dtype != self.dtype:
             is_rounded = any(self.unrounded(operand) is not operand for operand in operands)
@@ -198,7 +180,7 @@ class _PathRewriter:
             packet = getattr(node.target, "overloadpacket", None)
             if packet in RULES and (word := RULES[packet](self, *node.args)) is not None:
                 return self._defined(word)
-            if is_movement(node):
+            if graph.is_movement(node):
                 return self._defined((self._moved(node, lambda n: n), self._moved(node, self._low_part)))
         return self._split(self._on_whole_values(node))
 
@@ -210,7 +192,7 @@ class _PathRewriter:
         """Return an operand for moving error terms: its lo, zeros without a lo, an index unchanged."""
         if operand in self.words:
             return self.words[operand][1]
-        value = tensor_value(operand)
+        value = graph.tensor_value(operand)
         if value is None or value.dtype != self.dtype:
             return operand
         return self.editor.inline(torch.zeros_like, operand)[0]
@@ -240,17 +222,17 @@ class _PathRewriter:
         return self._unrounded[node]
 
     def _without_roundings(self, node: Node) -> Node:
-        value = tensor_value(node)
+        value = graph.tensor_value(node)
         if value is None:
             return node
         wanted = torch.float32 if value.dtype == self.dtype else value.dtype
-        is_captured = node.op == "call_function" and node.meta.get(PASS_MARK) != self.editor.made_by
-        if not is_captured or not is_transparent(node.target):
+        is_captured = node.op == "call_function" and node.meta.get(graph.PASS_MARK) != self.editor.made_by
+        if not is_captured or not graph.is_transparent(node.target):
             return self.editor.convert(node, wanted)
         operands = node.all_input_nodes
         if wanted == value.dtype and all(self.unrounded(operand) is operand for operand in operands):
             return node
-        if is_conversion(node):
+        if graph.is_conversion(node):
             return self.editor.convert(self.unrounded(operands[0]), wanted)
         return self.editor.convert(self._on_whole_values(node), wanted)
 
@@ -288,7 +270,7 @@ class _PathRewriter:
             return self.inline(_constants_like, self.reference, hi, lo)
         if value in self.words:
             return self.words[value]
-        tensor = tensor_value(value)
+        tensor = graph.tensor_value(value)
         if tensor is None or tensor.dtype == self.dtype:
             return None if tensor is None else value
         return self._parts(value)
@@ -356,11 +338,11 @@ class _PathRewriter:
             increment = self.operand(factor - 1)
             assert isinstance(increment, tuple)
             return word, self.inline(arithmetic.multiply_double_words, *word, *increment)
-        value = tensor_value(factor)
+        value = graph.tensor_value(factor)
         if value is None or value.dtype == self.dtype:
             return None
         # The number before its cast: in float64.
-        kept, *scaled = self.editor.inline(_decay, unconverted(factor), self.dtype)
+        kept, *scaled = self.editor.inline(_decay, graph.unconverted(factor), self.dtype)
         base = self.inline(_both_times, *word, kept)
         return base, self.inline(arithmetic.multiply_double_words, *word, *scaled)
 
@@ -380,9 +362,9 @@ RULES: dict[Any, Callable[..., Word | None]] = {
 
 def _is_rounded(node: Node) -> bool:
     """Return whether an operand was computed, not just read, moved or filled with a number of its format."""
-    while is_movement(node) and len(node.all_input_nodes) == 1:
+    while graph.is_movement(node) and len(node.all_input_nodes) == 1:
         (node,) = node.all_input_nodes
-    return node.op == "call_function" and not keeps_grid(node)
+    return node.op == "call_function" and not graph.keeps_grid(node)
 
 
 def _sum_of_joined(hi: Tensor, lo: Tensor, other_hi: Tensor, other_lo: Tensor) -> Tensor:

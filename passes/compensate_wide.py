@@ -16,24 +16,8 @@ from dataclasses import dataclass
 import torch
 from torch.fx import Node
 
-from collage_fx.graph import (
-    GraphEditor,
-    Role,
-    StateTensor,
-    StepProgram,
-    fed_back,
-    is_conversion,
-    is_copy_to_input,
-    is_low_precision_tensor,
-    made_of,
-    new_value,
-    operator_of,
-    reached,
-    read_whole,
-    restore,
-    set_aside,
-    unconverted,
-)
+from collage_fx import graph
+from collage_fx.graph import GraphEditor, Role, StateTensor, StepProgram
 from collage_fx.passes.base import Pass
 
 aten = torch.ops.aten
@@ -59,20 +43,20 @@ class CompensateWide(Pass):
                 with editor.graph.inserting_before(state.store):
                     state.store.update_arg(1, editor.convert(state.stored, torch.float32))
         order = {node: i for i, node in enumerate(editor.graph.nodes)}
-        skips = [set_aside(state) for state in program.expanded]
+        skips = [graph.set_aside(state) for state in program.expanded]
         for state in program.compensated:
             _refuse_lost_value(program, state, order)
         for expansion in program.expansions:
-            read_whole(editor, expansion.placeholder, expansion.auxiliaries, expansion.error_format)
+            graph.read_whole(editor, expansion.placeholder, expansion.auxiliaries, expansion.error_format)
         terms = [
             # Optimizers keep a Kahan term for parameters only; readers of other state read it unrounded.
-            fed_back(state, program.states) if state.info.role is Role.PARAMETER else set[Node]()
+            graph.fed_back(state, program.states) if state.info.role is Role.PARAMETER else set[Node]()
             for state in program.expanded
         ]
         for state, own_term in zip(program.expanded, terms, strict=True):
             _store_expansion(editor, state, own_term)
         for state, skip in zip(program.expanded, skips, strict=True):
-            restore(editor, state, skip)
+            graph.restore(editor, state, skip)
         for state in program.expanded:
             if state.packed:
                 editor.graph.erase_node(state.store)
@@ -92,38 +76,36 @@ def _refuse_lost_value(program: StepProgram, state: StateTensor, order: Mapping[
     """
     sources, path = {state.placeholder}, set(state.recurrence.path)
     if not path and program.is_recorded and state.info.role is Role.PARAMETER:
-        path = made_of(new_value(state))
+        path = graph.made_of(graph.new_value(state))
         read = [each for each in program.expansions if each.placeholder in path]
         if any(each.info.role is Role.CARRIED for each in read):
             sources.update(each.placeholder for each in read)
     whole, rounded, opaque = set[Node](), set(sources), None
-    for node in sorted(reached(sources, lambda node: node.users), key=order.__getitem__):
-        if is_copy_to_input(node):
+    for node in sorted(graph.reached(sources, lambda node: node.users), key=order.__getitem__):
+        if graph.is_copy_to_input(node):
             continue
-        if is_conversion(node):
+        if graph.is_conversion(node):
             if not (whole | sources).isdisjoint(node.all_input_nodes):
-                (rounded if is_low_precision_tensor(node) else whole).add(node)
+                (rounded if graph.is_low_precision_tensor(node) else whole).add(node)
         elif not rounded.isdisjoint(node.all_input_nodes):
             opaque = opaque or (node if node in path else None)
         elif not whole.isdisjoint(node.all_input_nodes):
             whole.add(node)
-    if opaque is not None and new_value(state) not in whole:
-        state.refusal = (
-            f"{opaque.name} ({operator_of(opaque)}) reads it in {state.format.name}, without its error term"
-        )
+    if opaque is not None and graph.new_value(state) not in whole:
+        what = f"{opaque.name} ({graph.operator_of(opaque)})"
+        state.refusal = f"{what} reads it in {state.format.name}, without its error term"
 
 
 def _store_expansion(editor: GraphEditor, state: StateTensor, own_term: Collection[Node]) -> None:
     """Replace the cast in front of the store by the split; nodes in ``own_term`` read its result."""
-    fmt, value = state.error_format, new_value(state)
+    fmt, value = state.error_format, graph.new_value(state)
     readers = [user for user in value.users if user in own_term]
     with editor.graph.inserting_before(value.next if readers else state.store):
-        source = unconverted(value)
-        is_rounded = source.op == "call_function" and is_low_precision_tensor(source)  # for good
+        source = graph.unconverted(value)
+        is_rounded = source.op == "call_function" and graph.is_low_precision_tensor(source)  # for good
         if is_rounded and state.compensated and state.depends_on_old_value:
-            state.refusal = (
-                f"{source.name} ({operator_of(source)}) returns its result rounded to {state.format.name}"
-            )
+            what = f"{source.name} ({graph.operator_of(source)})"
+            state.refusal = f"{what} returns its result rounded to {state.format.name}"
         exact = editor.convert(value, torch.float32)
         before = (state.placeholder, *state.added_inputs)
         hi, *auxiliaries = state.rounded or editor.inline(

@@ -16,21 +16,8 @@ import torch
 from torch.fx import Node
 from torch.fx.node import map_arg
 
-from collage_fx.graph import (
-    GraphEditor,
-    StepProgram,
-    composite_of,
-    facts_of,
-    foreach_calls,
-    foreach_name,
-    foreach_rule,
-    is_low_precision_tensor,
-    is_pointwise,
-    passed_operand,
-    read_before_overwriting,
-    tensor_value,
-    weighted_sum,
-)
+from collage_fx import graph
+from collage_fx.graph import GraphEditor, StepProgram
 from collage_fx.passes.base import Pass
 
 aten = torch.ops.aten
@@ -55,7 +42,7 @@ class Normalize(Pass):
             _keep_as_tensor(editor, node)
             _choose_constant_branch(editor, node)
             _forward_copy(editor, node)
-        read_before_overwriting(editor)
+        graph.read_before_overwriting(editor)
         return f"{sum(opened)} composite and {lists} foreach operations opened"
 
 
@@ -69,7 +56,7 @@ def _keep_as_tensor(editor: GraphEditor, node: Node) -> None:
 
 
 def _open_composite(editor: GraphEditor, node: Node) -> bool:
-    rule = composite_of(node.target, node.kwargs)
+    rule = graph.composite_of(node.target, node.kwargs)
     if rule is None:
         return False
     kwargs: dict[str, Any] = node.kwargs
@@ -84,8 +71,8 @@ def _open_matrix_sum(editor: GraphEditor, node: Node) -> bool:
 
     Not replaced if x has fewer dimensions than the result: then it is a bias, not a value that is updated.
     """
-    operator_of_product = facts_of(node.target).product
-    if operator_of_product is None or not is_low_precision_tensor(node):
+    operator_of_product = graph.facts_of(node.target).product
+    if operator_of_product is None or not graph.is_low_precision_tensor(node):
         return False
     x, a, b = node.args
     if node.all_input_nodes[0].meta["val"].shape != node.meta["val"].shape:
@@ -93,7 +80,7 @@ def _open_matrix_sum(editor: GraphEditor, node: Node) -> bool:
     with editor.graph.inserting_before(node):
         product = editor.call(operator_of_product, a, b)
         numbers = node.kwargs.get("beta", 1), node.kwargs.get("alpha", 1)
-        (result,) = editor.inline(weighted_sum, x, product, *numbers)
+        (result,) = editor.inline(graph.weighted_sum, x, product, *numbers)
     _replace(editor, node, result)
     return True
 
@@ -107,7 +94,7 @@ def _open_outer_product(editor: GraphEditor, node: Node) -> bool:
     if node.target not in (aten.mm.default, aten.bmm.default):
         return False
     column, row = node.args
-    factor = tensor_value(column)
+    factor = graph.tensor_value(column)
     if factor is None or factor.shape[-1] != 1 or not factor.dtype.is_floating_point:
         return False
     with editor.graph.inserting_before(node):
@@ -120,7 +107,7 @@ def _fold_number(editor: GraphEditor, node: Node) -> None:
 
     The number is not rounded to the storage format; later passes decide about that.
     """
-    value = tensor_value(node)
+    value = graph.tensor_value(node)
     if value is None or value.shape or value.is_complex():
         return
     with editor.real_tensors():
@@ -143,9 +130,9 @@ def _computed(editor: GraphEditor, node: Node) -> torch.Tensor | None:
         return cast("torch.Tensor", getattr(editor.gm, str(operands[0].target)))
     if not operands or not all(map(_is_number, operands)):
         return None
-    if passed_operand(node) is operands[0]:
+    if graph.passed_operand(node) is operands[0]:
         return _number(operands[0])
-    if not is_pointwise(node.target):
+    if not graph.is_pointwise(node.target):
         return None
     args, kwargs = map_arg((node.args, node.kwargs), _number)
     return cast("torch.Tensor", node.target(*args, **kwargs))  # type: ignore[operator]
@@ -163,7 +150,7 @@ def _number(node: Node) -> torch.Tensor:
 
 def _dtype_of_number(node: Node) -> torch.dtype:
     dtype: torch.dtype = node.meta["val"].dtype
-    return torch.float64 if is_low_precision_tensor(node) else dtype
+    return torch.float64 if graph.is_low_precision_tensor(node) else dtype
 
 
 def _choose_constant_branch(editor: GraphEditor, node: Node) -> None:
@@ -184,7 +171,7 @@ def _forward_copy(editor: GraphEditor, node: Node) -> None:
     """
     if node.target not in (aten.copy.default, prims.copy_strided.default):
         return
-    source: Any = node.args[facts_of(node.target).passes or 0]
+    source: Any = node.args[graph.facts_of(node.target).passes or 0]
     value = node.meta["val"]
     with editor.graph.inserting_before(node):
         result = editor.convert(source, value.dtype)
@@ -201,13 +188,13 @@ def _forward_copy(editor: GraphEditor, node: Node) -> None:
 
 def _unpack_foreach(editor: GraphEditor, node: Node) -> bool:
     """Replace ``_foreach_op(xs, ys, scalar)``, read by ``getitem``, by ``op(x, y, scalar)`` per element."""
-    name = foreach_name(node.target)
-    rule = foreach_rule(name)
+    name = graph.foreach_name(node.target)
+    rule = graph.foreach_rule(name)
     if not name or rule is None:
         return False
     results: list[Node] = []
     with editor.graph.inserting_before(node):
-        for args, kwargs in foreach_calls(node.args, node.kwargs):
+        for args, kwargs in graph.foreach_calls(node.args, node.kwargs):
             if isinstance(rule, functools.partial):
                 results.append(editor.call(rule.func, *args, **rule.keywords))
             else:
@@ -221,7 +208,7 @@ def _unpack_foreach(editor: GraphEditor, node: Node) -> bool:
 
 def _replace(editor: GraphEditor, node: Node, result: Node) -> None:
     """Replace ``node`` by ``result``, converted to the dtype of ``node``."""
-    value = tensor_value(node)
+    value = graph.tensor_value(node)
     if value is not None:
         with editor.graph.inserting_before(node):
             result = editor.convert(result, value.dtype)

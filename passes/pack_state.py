@@ -32,20 +32,8 @@ from dataclasses import dataclass
 import torch
 from torch.fx import Node
 
-from collage_fx.graph import (
-    Kind,
-    Role,
-    Signs,
-    StateTensor,
-    StepProgram,
-    facts_of,
-    is_copy_to_input,
-    made_of,
-    moves_as_a_parameter,
-    new_value,
-    splits_blocks,
-    stays_positive,
-)
+from collage_fx import graph
+from collage_fx.graph import Kind, Role, Signs, StateTensor, StepProgram
 from collage_fx.numerics import ErrorFormat
 from collage_fx.passes.base import Pass
 
@@ -69,8 +57,8 @@ class PackState(Pass):
         assert program.packed is not None
         signed, positive = program.packed
         states = [state for state in program.states if state.info.role is Role.STATE]
-        positive_states = [state for state in states if stays_positive(state)]
-        values = [value for state in positive_states for value in (state.placeholder, new_value(state))]
+        positive_states = [state for state in states if graph.stays_positive(state)]
+        values = [value for state in positive_states for value in (state.placeholder, graph.new_value(state))]
         divided_by = _divided_by(program, values)
         chosen = 0
         for state in states:
@@ -89,15 +77,15 @@ def _why_not(program: StepProgram, state: StateTensor, fmt: ErrorFormat, divided
     is_linear = bool(slopes) or not state.depends_on_old_value
     if not is_linear or not all(slope.is_number and 0 <= slope <= 1 for slope in slopes):
         return "its old value is multiplied by a tensor, or by a number above 1"
-    if splits_blocks(state, fmt):
+    if graph.splits_blocks(state, fmt):
         return "the step keeps single elements, which have a scale in common with others"
     overwritten = (each for each in program.parameters if each.recurrence.kind is Kind.OVERWRITE)
-    if any(state.placeholder in made_of(each.stored) for each in overwritten):
+    if any(state.placeholder in graph.made_of(each.stored) for each in overwritten):
         return "a parameter is overwritten with it"
-    if moves_as_a_parameter(program, state):
+    if graph.moves_as_a_parameter(program, state):
         return "it accumulates numbers of either sign"
-    sources = made_of(new_value(state))
-    if any(new_value(parameter) in sources for parameter in program.parameters):
+    sources = graph.made_of(graph.new_value(state))
+    if any(graph.new_value(parameter) in sources for parameter in program.parameters):
         return "it is computed from a parameter's new value"
     if state.is_unbounded:
         return "no bound is known for what its rounding does"
@@ -117,17 +105,17 @@ def _divided_by(program: StepProgram, positive: Sequence[Node]) -> dict[Node, st
     for node in program.gm.graph.nodes:
         for what, operand in _critical(node):
             if not known.never_negative(operand):
-                for each in inputs & made_of(operand):
+                for each in inputs & graph.made_of(operand):
                     found.setdefault(each, f"{what} {operand.name}, computed from it, may be negative")
     return found
 
 
 def _critical(node: Node) -> Iterator[tuple[str, Node]]:
     """Yield a node's divisor or radicand, if any, as ``(name of the role, operand)``."""
-    if node.op != "call_function" or is_copy_to_input(node):
+    if node.op != "call_function" or graph.is_copy_to_input(node):
         return
     packet = getattr(node.target, "overloadpacket", node.target)
-    divides = facts_of(node.target).sign == "/"
+    divides = graph.facts_of(node.target).sign == "/"
     is_root = packet in _ROOTS or (packet is aten.pow and not _is_natural(node.args[1]))
     operand = node.args[1] if divides else node.args[0] if is_root else None
     if isinstance(operand, Node):

@@ -38,34 +38,16 @@ Numbers that are made of whole tensors, such as LAMB's norms, count as constants
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any
 
 from torch import Tensor, float32, float64, ops
-from torch.fx import Graph, Node
+from torch.fx import Node
 
-from collage_fx.graph import (
-    GraphEditor,
-    Role,
-    StateTensor,
-    StepProgram,
-    copies_to_inputs,
-    facts_of,
-    has_elements,
-    is_conversion,
-    is_number,
-    known_number,
-    made_of,
-    new_value,
-    passed_operand,
-    placeholders,
-    reached,
-    stored,
-    unconverted,
-    unless_skipped,
-)
+from collage_fx import graph
+from collage_fx.graph import GraphEditor, Role, StateTensor, StepProgram
 from collage_fx.passes.base import Pass
 
 aten = ops.aten
@@ -125,11 +107,14 @@ def _all_later(beta: float) -> float:
 
 def _repay(editor: GraphEditor, program: StepProgram, state: StateTensor) -> bool:
     """Rewrite the update of a moment that parameters are linear in; return whether they are."""
-    moment, beta = unless_skipped(state.placeholder, new_value(state)), float(state.recurrence.slopes[0])
+    moment, beta = (
+        graph.unless_skipped(state.placeholder, graph.new_value(state)),
+        float(state.recurrence.slopes[0]),
+    )
     way = _Way(program, state, moment)
     nodes = (node for node in editor.graph.nodes if node in way.sources)
     corrections = {node: found for node in nodes if (found := _correction(node, beta)) is not None}
-    powers = _Powers(editor.graph, moment, corrections, way.others)
+    powers = _Powers(editor.graph.nodes, moment, corrections, way.others)
     if not way.readers or not way.moved <= powers.linear:
         return False
     if _most_repaid(program, state) > MOST and powers.is_scaled:
@@ -171,7 +156,7 @@ def _repay(editor: GraphEditor, program: StepProgram, state: StateTensor) -> boo
 
 def _move_above(first: Node, value: Node, order: dict[Node, int]) -> None:
     """Move a value, and all nodes that it is computed from, above a node."""
-    for node in sorted(made_of(value), key=order.__getitem__):
+    for node in sorted(graph.made_of(value), key=order.__getitem__):
         if order[node] > order[first]:
             first.prepend(node)
 
@@ -203,22 +188,25 @@ class _Way:
     """
 
     def __init__(self, program: StepProgram, state: StateTensor, moment: Node) -> None:
-        graph = program.gm.graph
-        inputs = zip(placeholders(graph), program.inputs, strict=False)  # the others are auxiliaries
+        step = program.gm.graph
+        inputs = zip(graph.placeholders(step), program.inputs, strict=False)  # the others are auxiliaries
         parameters = {node for node, info in inputs if info.role is Role.PARAMETER}
-        stores = copies_to_inputs(graph)
-        new = {node: unless_skipped(node, unconverted(stored(store))) for node, store in stores.items()}
-        made = reached([moment], lambda node: node.users)
-        own = stored(stores[state.placeholder])
+        stores = graph.copies_to_inputs(step)
+        new = {
+            node: graph.unless_skipped(node, graph.unconverted(graph.stored(store)))
+            for node, store in stores.items()
+        }
+        made = graph.reached([moment], lambda node: node.users)
+        own = graph.stored(stores[state.placeholder])
         self.moved = {value for node, value in new.items() if node in parameters and value in made}
         self.others = {value for node, value in new.items() if node not in parameters} - {moment}
-        written = {store: stored(store) for store in stores.values()}  # some graphs return stores, too
-        returned = (written.get(node, node) for node in graph.output_node().all_input_nodes)
+        written = {store: graph.stored(store) for store in stores.values()}  # some graphs return stores, too
+        returned = (written.get(node, node) for node in step.output_node().all_input_nodes)
         results = {*written.values(), *returned} - self.moved - {own}
-        self.sources = made_of(*self.moved, up_to={moment, *self.others})
-        elsewhere = made_of(*results, up_to=self.moved) - self.moved
+        self.sources = graph.made_of(*self.moved, up_to={moment, *self.others})
+        elsewhere = graph.made_of(*results, up_to=self.moved) - self.moved
         on_the_way = (self.sources - self.others) & made
-        is_shared = not on_the_way.isdisjoint(elsewhere | made_of(own, up_to={moment}))
+        is_shared = not on_the_way.isdisjoint(elsewhere | graph.made_of(own, up_to={moment}))
         is_read = not is_shared and state.placeholder not in self.sources
         self.readers = [user for user in moment.users if user in on_the_way] if is_read else []
         self.is_alone = moment not in elsewhere
@@ -236,18 +224,18 @@ class _Powers:
     """
 
     def __init__(
-        self, graph: Graph, moment: Node, corrections: Collection[Node], others: Collection[Node]
+        self, nodes: Iterable[Node], moment: Node, corrections: Collection[Node], others: Collection[Node]
     ) -> None:
         self.of: dict[Node, Fraction | None] = dict.fromkeys(corrections, Fraction(1))
         self.of[moment] = Fraction(0)
         self.linear, self.is_scaled, self._others = {moment}, False, others
         self.switches: dict[Node, bool] = {}
         self._made_of_moment = {moment}
-        for node in graph.nodes:
+        for node in nodes:
             if node in self.of or self.of.keys().isdisjoint(node.all_input_nodes):
                 continue
             is_made = not self._made_of_moment.isdisjoint(node.all_input_nodes)
-            if is_made and not (is_number(node) or node in others):
+            if is_made and not (graph.is_number(node) or node in others):
                 self._made_of_moment.add(node)
             self.of[node] = self._power(node)
 
@@ -255,9 +243,13 @@ class _Powers:
         """Return the power of a value; add the value to ``linear`` if it is linear in the moment."""
         operands = [each for each in node.args if isinstance(each, Node)]
         made = [each for each in operands if each in self._made_of_moment]
-        sign = "" if node.kwargs else facts_of(node.target).sign
+        sign = "" if node.kwargs else graph.facts_of(node.target).sign
         is_linear, power = False, None
-        if is_conversion(node) or passed_operand(node) is not None or node.target is aten.neg.default:
+        if (
+            graph.is_conversion(node)
+            or graph.passed_operand(node) is not None
+            or node.target is aten.neg.default
+        ):
             is_linear, power = True, self._of(operands[0])
         elif sign in ("+", "-") or node.target is aten.where.self:
             is_linear = sign != "" or (node.args[0] not in made and len(made) == 1)
@@ -266,7 +258,9 @@ class _Powers:
         elif sign in ("*", "/"):
             is_linear = len(made) == 1 and (sign == "*" or node.args[0] in made)
             is_linear = is_linear and all(map(self._is_linear_if_switched, operands))
-            self.is_scaled |= bool(made) and any(has_elements(each) for each in operands if each not in made)
+            self.is_scaled |= bool(made) and any(
+                graph.has_elements(each) for each in operands if each not in made
+            )
             first, second = map(self._of, node.args)
             if first is not None and second is not None:
                 power = first + second if sign == "*" else first - second
@@ -278,9 +272,9 @@ class _Powers:
 
     def _is_linear_if_switched(self, factor: Node) -> bool:
         """Note the conditions that switch a factor; return whether each switches to numbers for elements."""
-        for node in made_of(factor, up_to=self._others) - self._made_of_moment:
-            if node.target is aten.where.self and is_number(condition := node.all_input_nodes[0]):
-                has = [isinstance(each, Node) and has_elements(each) for each in node.args[1:]]
+        for node in graph.made_of(factor, up_to=self._others) - self._made_of_moment:
+            if node.target is aten.where.self and graph.is_number(condition := node.all_input_nodes[0]):
+                has = [isinstance(each, Node) and graph.has_elements(each) for each in node.args[1:]]
                 if has not in ([True, False], [False, True]):
                     return False
                 self.switches[condition] = has[0]
@@ -292,19 +286,19 @@ class _Powers:
 
 def _correction(node: Node, beta: float) -> tuple[int, Node] | None:
     """Return 1 and ``beta**t`` if a value is the number ``1 - beta**t``, -1 for ``beta**t - 1``; or None."""
-    one, minus, power = (is_number(node) and _in_power(node, beta)) or (0.0, 0.0, None)
+    one, minus, power = (graph.is_number(node) and _in_power(node, beta)) or (0.0, 0.0, None)
     return (int(one), power) if power is not None and (one, minus) in ((1, -1), (-1, 1)) else None
 
 
 def _in_power(value: Any, beta: float) -> tuple[float, float, Node | None] | None:
     """Return ``a``, ``c`` and ``beta**t`` of a number ``a + c * beta**t``; None for other numbers."""
-    if (number := known_number(value)) is not None:
+    if (number := graph.known_number(value)) is not None:
         return number, 0.0, None
-    if not isinstance(value, Node) or (node := unconverted(value)).op != "call_function" or node.kwargs:
+    if not isinstance(value, Node) or (node := graph.unconverted(value)).op != "call_function" or node.kwargs:
         return None
     if getattr(node.target, "overloadpacket", None) is aten.pow:
-        return (0.0, 1.0, node) if known_number(node.args[0]) == beta else None
-    sign, parts = facts_of(node.target).sign, [_in_power(each, beta) for each in node.args]
+        return (0.0, 1.0, node) if graph.known_number(node.args[0]) == beta else None
+    sign, parts = graph.facts_of(node.target).sign, [_in_power(each, beta) for each in node.args]
     if node.target is aten.neg.default:
         sign, parts = "-", [(0.0, 0.0, None), *parts]
     if sign not in ("+", "-", "*") or None in parts:

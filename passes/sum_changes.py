@@ -35,21 +35,8 @@ from torch import Tensor
 from torch.fx import Node
 from torch.fx.node import map_arg
 
-from collage_fx.graph import (
-    GraphEditor,
-    Role,
-    StateTensor,
-    StepProgram,
-    copies_to_inputs,
-    has_elements,
-    is_conversion,
-    known_number,
-    moves_as_a_parameter,
-    stored,
-    tensor_value,
-    unconverted,
-    unless_skipped,
-)
+from collage_fx import graph
+from collage_fx.graph import GraphEditor, Role, StateTensor, StepProgram
 from collage_fx.numerics import DITHERED_SUM, PHASE, PHASES
 from collage_fx.passes.base import Pass
 
@@ -83,9 +70,9 @@ class SumChanges(Pass):
             if state.error_format.dithers_sums and program.rounding != "nearest"
         }
         program.summed = 0
-        for placeholder, store in copies_to_inputs(editor.graph).items():
+        for placeholder, store in graph.copies_to_inputs(editor.graph).items():
             state = dithered.get(placeholder)
-            program.summed += _rewrite(editor, program, placeholder, stored(store), state)
+            program.summed += _rewrite(editor, program, placeholder, graph.stored(store), state)
         return f"{program.summed} updates"
 
 
@@ -112,12 +99,12 @@ def _rewrite(
     ``dithered`` is the input as a state whose last sum dither may round, or None to round to nearest; it is
     rounded to nearest, too, if it is an average, and a factor makes it forget its errors.
     """
-    value = unconverted(unless_skipped(placeholder, unconverted(value)))
+    value = graph.unconverted(graph.unless_skipped(placeholder, graph.unconverted(value)))
     with editor.graph.inserting_before(value):
         chain = _Chain(editor, placeholder)
         steps = chain.steps(value)
         if steps and dithered is not None and any(map(_is_forgetful, steps)):
-            lasts = dithered.info.role is Role.PARAMETER or moves_as_a_parameter(program, dithered)
+            lasts = dithered.info.role is Role.PARAMETER or graph.moves_as_a_parameter(program, dithered)
             dithered = dithered if lasts else None
         if not steps or (dithered is None and len(steps) == 1 and isinstance(steps[0], _Sum)):
             return False
@@ -133,7 +120,7 @@ def _is_forgetful(step: Any) -> bool:
     """
     if isinstance(step, _Sum):
         return False
-    decay = known_number(step.decay)
+    decay = graph.known_number(step.decay)
     return decay is None or decay > FORGETFUL
 
 
@@ -154,14 +141,16 @@ class _Chain:
         return self._found[node]
 
     def _steps(self, node: Any) -> list[Any] | None:
-        value = tensor_value(node)
+        value = graph.tensor_value(node)
         if value is None or value.dtype is not torch.float32 or value.shape != self._shape or not value.dim():
             return None
-        if unconverted(node) is self._placeholder:
+        if graph.unconverted(node) is self._placeholder:
             self._x = node
             return []
-        if is_conversion(node) and unconverted(node).meta["val"].dtype is torch.float32:
-            return self.steps(unconverted(node))  # to the same dtype: left by torch's pass over conversions
+        if graph.is_conversion(node) and graph.unconverted(node).meta["val"].dtype is torch.float32:
+            return self.steps(
+                graph.unconverted(node)
+            )  # to the same dtype: left by torch's pass over conversions
         if node.kwargs:
             return None
         for earlier, step in self._last_steps(node):
@@ -188,15 +177,15 @@ class _Chain:
 
     def _below_one(self, factor: Any) -> Any:
         """Return ``1 - factor`` of a factor before it is rounded to float32; None if it is not near 1."""
-        number = known_number(factor)
+        number = graph.known_number(factor)
         if number is not None:
             return 1.0 - number if abs(1.0 - number) <= NEAR_ONE else None
-        exact = unconverted(factor)
-        if exact.target is aten.sub.Tensor and not exact.kwargs and known_number(exact.args[0]) == 1:
+        exact = graph.unconverted(factor)
+        if exact.target is aten.sub.Tensor and not exact.kwargs and graph.known_number(exact.args[0]) == 1:
             return exact.args[1]
         if exact.target is aten.add.Tensor and not exact.kwargs:
             for one, other in (exact.args, exact.args[::-1]):
-                if known_number(one) == 1 and known_number(other) is None:
+                if graph.known_number(one) == 1 and graph.known_number(other) is None:
                     return self._call(aten.neg.default, other)
         return None
 
@@ -232,7 +221,7 @@ class _Chain:
 
     def _of_full_size(self, change: Any) -> Any:
         """Return a change as a tensor with an element for each of x."""
-        value = tensor_value(change)
+        value = graph.tensor_value(change)
         if value is None:
             return self._call(aten.full_like.default, self._x, change)
         if value.shape == self._shape:
@@ -252,8 +241,8 @@ class _Chain:
         if not any(isinstance(each, Node) for each in args):
             with self._editor.real_tensors():
                 return target(*(torch.tensor(each, dtype=torch.float64) for each in args)).item()
-        is_wide = any(map(has_elements, args))
-        read = partial(self._editor.convert, dtype=torch.float32) if is_wide else unconverted
+        is_wide = any(map(graph.has_elements, args))
+        read = partial(self._editor.convert, dtype=torch.float32) if is_wide else graph.unconverted
         return self._editor.call(target, *map_arg(args, read))
 
 

@@ -25,18 +25,8 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from collage_fx.graph import (
-    GraphEditor,
-    Role,
-    StepProgram,
-    copies_to_inputs,
-    drawn_range,
-    draws,
-    passed_operand,
-    placeholders,
-    source_of,
-    tensor_value,
-)
+from collage_fx import graph
+from collage_fx.graph import GraphEditor, Role, StepProgram
 from collage_fx.passes.base import Pass
 
 aten = torch.ops.aten
@@ -60,9 +50,9 @@ class UndoStochasticRounding(Pass):
 
     def run(self, program: StepProgram) -> str:
         editor = GraphEditor(program.gm, self.name)
-        stores = copies_to_inputs(editor.graph)
+        stores = graph.copies_to_inputs(editor.graph)
         program.rounded_at_random = set()
-        for node, info in zip(placeholders(editor.graph), program.inputs, strict=True):
+        for node, info in zip(graph.placeholders(editor.graph), program.inputs, strict=True):
             keeps = info.role in (Role.PARAMETER, Role.STATE, Role.CARRIED)
             if node in stores and keeps and node.meta["val"].dtype == torch.bfloat16:
                 rounded = _stored(stores[node])
@@ -72,14 +62,14 @@ class UndoStochasticRounding(Pass):
         # Random draws are side effects, which dead code elimination keeps.
         editor.graph.eliminate_dead_code()
         for node in reversed(list(editor.graph.nodes)):
-            if draws(node.target) and not node.users:
+            if graph.draws(node.target) and not node.users:
                 editor.graph.erase_node(node)
         return f"{len(program.rounded_at_random)} tensors"
 
 
 def _stored(store: Node) -> Node | None:
     """Return the stored float32 node, through casts and views, if it reinterprets integers; else None."""
-    node = source_of(store.args[1])
+    node = graph.source_of(store.args[1])
     is_it = isinstance(node, Node) and node.target is aten.view.dtype and node.args[1] is torch.float32
     return node if is_it else None
 
@@ -90,7 +80,7 @@ def _value_before_rounding(rounded: Node) -> Node | None:
     if bits is None or not _has_no_other_reader(rounded, bits):
         return None
     exact = _of_masked_sum(bits) or _of_choice(bits)
-    value = tensor_value(exact)
+    value = graph.tensor_value(exact)
     return exact if value is not None and value.shape == rounded.meta["val"].shape else None
 
 
@@ -113,8 +103,8 @@ def _of_masked_sum(bits: Node) -> Node | None:
             total = shifted.args[0]
     terms, constant = _sum(total)
     exact = [source for source in map(_source, terms) if source is not None]
-    draws = len(set(filter(_is_draw, terms)))
-    is_it = len(exact) == 1 and 1 <= draws == len(terms) - 1 and constant == -(draws - 1) * HALF
+    drawn = len(set(filter(_is_draw, terms)))
+    is_it = len(exact) == 1 and 1 <= drawn == len(terms) - 1 and constant == -(drawn - 1) * HALF
     return exact[0] if is_it else None
 
 
@@ -137,8 +127,8 @@ def _of_choice(bits: Node) -> Node | None:
 def _integers(node: object) -> Node | None:
     """Return the node of an integer tensor, looking through casts between int32 and int64."""
     while isinstance(node, Node):
-        operand = passed_operand(node)
-        value, source = tensor_value(node), tensor_value(operand)
+        operand = graph.passed_operand(node)
+        value, source = graph.tensor_value(node), graph.tensor_value(operand)
         if value is None or source is None or value.shape != source.shape:
             return node
         if not {value.dtype, source.dtype} <= {torch.int32, torch.int64}:
@@ -175,4 +165,4 @@ def _source(node: object) -> Node | None:
 
 def _is_draw(node: Node) -> bool:
     """Return whether a node draws a uniform random integer of [0, 0xFFFF] per element."""
-    return drawn_range(node.target, node.args, node.kwargs) == (0, LOWER + 1)
+    return graph.drawn_range(node.target, node.args, node.kwargs) == (0, LOWER + 1)

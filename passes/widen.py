@@ -21,22 +21,8 @@ from dataclasses import dataclass
 
 from torch.fx import Node
 
-from collage_fx.graph import (
-    GraphEditor,
-    Kind,
-    Retyper,
-    Role,
-    StepProgram,
-    addends_of,
-    copies_to_inputs,
-    is_float32_tensor,
-    is_low_precision_tensor,
-    is_matrix_product,
-    operands_of,
-    reached,
-    readers_of,
-    stored,
-)
+from collage_fx import graph
+from collage_fx.graph import GraphEditor, Kind, Retyper, Role, StepProgram
 from collage_fx.passes.base import Pass
 
 
@@ -62,9 +48,11 @@ class Widen(Pass):
 
 def _products_of_state(program: StepProgram) -> set[Node]:
     """Return the low-precision matrix products of Note [Products in float32]."""
-    graph = program.gm.graph
+    step = program.gm.graph
     products = {
-        node for node in filter(is_low_precision_tensor, graph.nodes) if is_matrix_product(node.target)
+        node
+        for node in filter(graph.is_low_precision_tensor, step.nodes)
+        if graph.is_matrix_product(node.target)
     }
     if not products:
         return products
@@ -74,11 +62,13 @@ def _products_of_state(program: StepProgram) -> set[Node]:
     for state in program.states:
         if state.is_unbounded and not state.is_weight_sized:
             sources += [state.placeholder, state.stored]
-            found |= addends_of(state)
+            found |= graph.addends_of(state)
             if state.recurrence.kind is Kind.OVERWRITE:
-                found |= reached([state.stored], operands_of)
+                found |= graph.reached([state.stored], graph.operands_of)
         if state.is_weight_sized or state.info.role is Role.PARAMETER:
             weights.append(state.placeholder)
-    results = [*map(stored, copies_to_inputs(graph).values()), *graph.output_node().all_input_nodes]
-    found |= reached(weights, readers_of) & reached(filter(is_float32_tensor, results), operands_of)
-    return (found | reached(sources, readers_of)) & products
+    results = [*map(graph.stored, graph.copies_to_inputs(step).values()), *step.output_node().all_input_nodes]
+    found |= graph.reached(weights, graph.readers_of) & graph.reached(
+        filter(graph.is_float32_tensor, results), graph.operands_of
+    )
+    return (found | graph.reached(sources, graph.readers_of)) & products

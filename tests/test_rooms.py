@@ -114,6 +114,30 @@ def _imported(tree: ast.AST) -> Iterator[tuple[str, list[str]]]:
             yield str(node.module), [alias.name for alias in node.names]
 
 
+def _taken(tree: ast.AST) -> Iterator[tuple[str, str]]:
+    """Rooms and the names that a file takes from each: by import, and as attributes of an imported room."""
+    whole = {
+        alias.asname or alias.name: alias.name
+        for node in ast.walk(tree)
+        if isinstance(node, ast.ImportFrom) and node.module == "collage_fx"
+        for alias in node.names
+    }
+    for module, names in _imported(tree):
+        if module.startswith("collage_fx."):
+            yield from ((module.removeprefix("collage_fx."), name) for name in names)
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id in whole:
+            yield whole[node.value.id], node.attr
+
+
+@functools.cache
+def _handed_out(room: str) -> frozenset[str]:
+    """Return the names that the ``__init__.py`` of a room imports."""
+    nodes = ast.walk(_tree(ROOT / room / "__init__.py"))
+    imports = (node for node in nodes if isinstance(node, ast.ImportFrom))
+    return frozenset(alias.asname or alias.name for node in imports for alias in node.names)
+
+
 def _rooms_of(path: Path) -> set[str]:
     """The rooms, other than its own, that a file imports from."""
     found = set()
@@ -171,6 +195,10 @@ def test_names_of_another_room_come_through_its_door(path: Path) -> None:
             assert parts[-1] in names or _room(path) == "__init__", (
                 f"{path}: import from {'.'.join(parts[:2])}"
             )
+    for room, name in _taken(_tree(path)):
+        if room in ROOMS and room != _room(path) and _room(path) != "__init__":
+            is_module = (ROOT / room / f"{name}.py").exists()
+            assert name in _handed_out(room) or is_module or name.startswith("__"), f"{path}: {room}.{name}"
 
 
 #: Names of a room that are for users alone.
@@ -204,9 +232,8 @@ def test_a_door_names_what_it_hands_out_and_nothing_else(room: str) -> None:
         name
         for path in _all_files()
         if TOOLS in path.parents or _room(path) != room
-        for module, names in _imported(_tree(path))
-        if module == f"collage_fx.{room}"
-        for name in names
+        for each, name in _taken(_tree(path))
+        if each == room
     }
     unused = handed_out - taken - FOR_USERS
     assert not unused, f"collage_fx/{room}/__init__.py: nobody takes {sorted(unused)}"

@@ -27,44 +27,25 @@ import torch
 from torch import Tensor
 from torch.fx import Graph, Node
 
+from collage_fx import numerics
 from collage_fx.codegen.functions import CONVERT, Function, expression, function_of
 from collage_fx.codegen.spellings import CPP, STORED_AS_BITS, NoSpelling
 from collage_fx.graph import operands_of, reached, tensor_value
-from collage_fx.numerics import (
-    BLOCK_CODES,
-    BLOCK_OPERATORS,
-    BLOCK_SCALES,
-    BLOCK_VALUES,
-    ELEMENTWISE,
-    PHASES,
-    arithmetic,
-    block_scale,
-    block_unit,
-    code_of_number_by_fma,
-    dithered,
-    dithered_sum,
-    dithered_upper,
-    most_of_block,
-    number_of_code,
-    phase_at,
-    units_of_block,
-    with_byte,
-)
 from collage_fx.torch_compat import OpOverload
 
 aten = torch.ops.aten
 
 #: The eager function that an operator of ours is one node for.
-FUNCTIONS: dict[Any, Callable[..., Tensor]] = {each.operator: each.function for each in ELEMENTWISE}
+FUNCTIONS: dict[Any, Callable[..., Tensor]] = {each.operator: each.function for each in numerics.ELEMENTWISE}
 
 #: Functions that join hi and an error term. Where their results are below a limit they are finite.
-JOINS = (arithmetic.with_lower_half, with_byte, arithmetic.with_ulp_parts)
+JOINS = (numerics.arithmetic.with_lower_half, numerics.with_byte, numerics.arithmetic.with_ulp_parts)
 
 #: Functions whose results are numbers of the dtype that is their last argument.
-ON_GRID = (arithmetic.round_to_storage, dithered, dithered_upper)
+ON_GRID = (numerics.arithmetic.round_to_storage, numerics.dithered, numerics.dithered_upper)
 
 #: Functions whose results are finite, and no NaN, where their first operands are below a limit.
-NO_LARGER = (*ON_GRID, arithmetic.upper_half, arithmetic.rest)
+NO_LARGER = (*ON_GRID, numerics.arithmetic.upper_half, numerics.arithmetic.rest)
 
 
 def place() -> Tensor:
@@ -173,7 +154,7 @@ class Elements:
         slow = [node for node in self.nodes if node in needed and node.target in SLOW]
         last = [node for node in slow if not self.made_of([node], slow)]
         second = needed_for(self.made_of(last, wanted), last).difference(last)
-        is_worth_it = any(node.target is dithered_sum for node in second)
+        is_worth_it = any(node.target is numerics.dithered_sum for node in second)
         is_apart = all(node.target in QUOTIENTS for node in last)
         is_slow = any(node.target in SLOW for node in second)
         if is_slow or not (is_worth_it and is_apart and len(last) <= MOST_QUOTIENTS):
@@ -256,7 +237,7 @@ def has_spelling(node: Node) -> bool:
 
     An operation whose result is no tensor (a list of tensors, a size) has none.
     """
-    if node.target in FUNCTIONS or node.target in (PHASES, *BLOCK_OPERATORS):
+    if node.target in FUNCTIONS or node.target in (numerics.PHASES, *numerics.BLOCK_OPERATORS):
         return True
     result = tensor_value(node)
     if result is None:
@@ -323,7 +304,7 @@ def is_rounding(node: Node) -> bool:
 
 def _is_on_grid(value: Any, dtype: torch.dtype) -> bool:
     """Return whether a float32 value is known to be a number of a low-precision dtype."""
-    if value.target is arithmetic.upper_half:
+    if value.target is numerics.arithmetic.upper_half:
         return dtype is torch.bfloat16
     if value.target in ON_GRID:
         return bool(value.args[-1] is dtype)
@@ -358,7 +339,7 @@ class _Rewriter:
                     node.replace_all_uses_with(first)
                     self.graph.erase_node(node)
 
-    def _call(self, target: Any, args: Sequence[Any], like: Node, dtype: torch.dtype) -> Node:
+    def _call(self, target: Any, args: Sequence[Any], like: Node, dtype: torch.dtype = torch.float32) -> Node:
         made = self.graph.call_function(target, tuple(args))
         made.meta["val"] = like.meta["val"].new_empty(like.meta["val"].shape, dtype=dtype)
         return made
@@ -371,40 +352,31 @@ class _Rewriter:
         args: tuple[Any, ...] = node.args
         if target in FUNCTIONS:
             return self._call(FUNCTIONS[target], args, node, dtype)
-        if target is PHASES:
-            return self._call(phase_at, (self._call(place, (), node, dtype), *args[1:]), node, dtype)
-        if target is BLOCK_VALUES:
+        if target is numerics.PHASES:
+            return self._call(numerics.phase_at, (self._call(place, (), node, dtype), *args[1:]), node, dtype)
+        if target is numerics.BLOCK_VALUES:
             codes, scales, *of_kind = args
-            unit = self._call(block_unit, (scales, *of_kind), scales, torch.float32)
-            return self._call(number_of_code, (codes, unit, *of_kind), node, dtype)
-        if target is BLOCK_SCALES:
+            unit = self._call(numerics.block_unit, (scales, *of_kind), scales)
+            return self._call(numerics.number_of_code, (codes, unit, *of_kind), node, dtype)
+        if target is numerics.BLOCK_SCALES:
             value, _, is_signed = args
-            largest = self._call(largest_magnitude, (value,), node, torch.float32)
-            return self._call(block_scale, (largest if is_signed else self._root(largest),), node, dtype)
-        if target is BLOCK_CODES:
-            return self._codes(node, args)
+            largest = self._call(largest_magnitude, (value,), node)
+            root = largest if is_signed else self._root(largest)
+            return self._call(numerics.block_scale, (root,), node, dtype)
+        if target is numerics.BLOCK_CODES:
+            value, scales, phases, _, *of_kind = args
+            (_, is_signed) = of_kind
+            units = self._call(numerics.units_of_block, (scales, *of_kind), scales)
+            most = self._call(numerics.most_of_block, (scales, *of_kind), scales)
+            given = (value if is_signed else self._root(value), units, most, phases, *of_kind)
+            return self._call(numerics.code_of_number_by_fma, given, node, dtype)
         if self.writes_roundings and is_rounding(node) and not _is_on_grid(args[0], dtype):
-            self._write_rounding(node)
+            if (source := args[0].meta["val"].dtype) is not torch.float32:
+                raise NoSpelling(f"a rounding of {source} to {dtype}")
+            node.update_arg(0, self._call(numerics.arithmetic.round_to_storage, (args[0], dtype), args[0]))
         return None
-
-    def _codes(self, node: Node, args: tuple[Any, ...]) -> Node:
-        value, scales, phases, _, *of_kind = args
-        (_, is_signed) = of_kind
-        units = self._call(units_of_block, (scales, *of_kind), scales, torch.float32)
-        most = self._call(most_of_block, (scales, *of_kind), scales, torch.float32)
-        root = value if is_signed else self._root(value)
-        return self._call(
-            code_of_number_by_fma, (root, units, most, phases, *of_kind), node, node.meta["val"].dtype
-        )
 
     def _root(self, value: Node) -> Node:
         """Return the square root of a value, which other nodes may compute, too."""
         with self.graph.inserting_after(value):
-            return self._call(aten.sqrt.default, (value,), value, torch.float32)
-
-    def _write_rounding(self, node: Node) -> None:
-        value: Any = node.args[0]
-        dtype = node.meta["val"].dtype
-        if value.meta["val"].dtype is not torch.float32:
-            raise NoSpelling(f"a rounding of {value.meta['val'].dtype} to {dtype}")
-        node.update_arg(0, self._call(arithmetic.round_to_storage, (value, dtype), value, torch.float32))
+            return self._call(aten.sqrt.default, (value,), value)

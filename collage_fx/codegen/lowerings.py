@@ -22,28 +22,6 @@ from torch import Tensor
 from torch.fx import Node
 
 from collage_fx import graph, numerics, torch_compat
-from collage_fx.graph import once, trace_of
-from collage_fx.numerics import (
-    BLOCK,
-    BLOCK_CODES,
-    BLOCK_SCALES,
-    BLOCK_VALUES,
-    CODES,
-    ELEMENTWISE,
-    PHASES,
-    block_code,
-    block_scale,
-    block_value,
-    in_map,
-    phase_at,
-)
-from collage_fx.torch_compat import (
-    pointwise_of,
-    register_block_lowerings,
-    register_placed_lowering,
-    register_pointwise_lowering,
-    register_realizing_lowering,
-)
 
 
 def _of_elements(
@@ -55,12 +33,12 @@ def _of_elements(
     """
 
     def of_element(inputs: Sequence[Any]) -> Any:
-        graph = trace_of(function, dtypes, constants).graph
-        values: dict[Node, Any] = dict(zip(graph.find_nodes(op="placeholder"), inputs, strict=True))
-        for node in graph.nodes:
+        trace = graph.trace_of(function, dtypes, constants).graph
+        values: dict[Node, Any] = dict(zip(graph.placeholders(trace), inputs, strict=True))
+        for node in trace.nodes:
             if node.op == "call_function":
-                values[node] = pointwise_of(node, values)
-        (result,) = graph.output_node().all_input_nodes
+                values[node] = torch_compat.pointwise_of(node, values)
+        (result,) = trace.output_node().all_input_nodes
         return values[result]
 
     return of_element
@@ -69,43 +47,40 @@ def _of_elements(
 def _phase_of_element(dtype: torch.dtype, place: Any, *phase_and_first: Any) -> Any:
     """Return the phase of an element, from its place and the phase of the first element: Note [Dither]."""
     dtypes = dtype, *(torch.int32,) * len(phase_and_first)
-    return _of_elements(phase_at, dtypes)([place, *phase_and_first])
+    return _of_elements(numerics.phase_at, dtypes)([place, *phase_and_first])
 
 
 def _scale_of_block(largest: Any, signed: bool) -> Any:
-    root = _of_elements(in_map, (torch.float32,), (signed,))([largest])
-    return _of_elements(block_scale, (torch.float32,))([root])
+    root = _of_elements(numerics.in_map, (torch.float32,), (signed,))([largest])
+    return _of_elements(numerics.block_scale, (torch.float32,))([root])
 
 
 def _code_of_element(value: Any, scale: Any, phase: Any, *kind: Any) -> Any:
-    root = _of_elements(in_map, (torch.float32,), kind[1:2])([value])
+    root = _of_elements(numerics.in_map, (torch.float32,), kind[1:2])([value])
+    given, dtypes = [root, scale], (torch.float32, torch.uint8)
     if phase is None:
-        return _of_elements(block_code, (torch.float32, torch.uint8), (None, *kind))([root, scale])
-    return _of_elements(block_code, (torch.float32, torch.uint8, torch.int32), kind)([root, scale, phase])
+        return _of_elements(numerics.block_code, dtypes, (None, *kind))(given)
+    return _of_elements(numerics.block_code, (*dtypes, torch.int32), kind)([*given, phase])
 
 
 def _value_of_element(code: Any, scale: Any, *kind: Any) -> Any:
-    return _of_elements(block_value, (CODES[kind], torch.uint8), kind)([code, scale])
+    return _of_elements(numerics.block_value, (numerics.CODES[kind], torch.uint8), kind)([code, scale])
 
 
-for _each in ELEMENTWISE:
-    register_pointwise_lowering(
+for _each in numerics.ELEMENTWISE:
+    torch_compat.register_pointwise_lowering(
         _each.operator,
         lambda *constants, of=_each: _of_elements(of.function, of.dtypes, constants),
         dtype=_each.result,
     )
-register_placed_lowering(PHASES, _phase_of_element)
-register_block_lowerings(
-    BLOCK_SCALES,
-    BLOCK_CODES,
-    BLOCK_VALUES,
-    _scale_of_block,
-    _code_of_element,
-    _value_of_element,
-    block=BLOCK,
-    dtype_of_codes=CODES,
+torch_compat.register_placed_lowering(numerics.PHASES, _phase_of_element)
+torch_compat.register_block_lowerings(
+    numerics.BLOCK_OPERATORS,
+    (_scale_of_block, _code_of_element, _value_of_element),
+    block=numerics.BLOCK,
+    dtype_of_codes=numerics.CODES,
 )
-register_realizing_lowering(once)
+torch_compat.register_realizing_lowering(graph.once)
 
 
 def _sources() -> Iterator[str]:

@@ -11,19 +11,7 @@ from functorch import make_fx
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import Target, map_arg
 
-from collage_fx.graph.nodes import (
-    PASS_MARK,
-    aten,
-    copies_to_inputs,
-    is_conversion,
-    is_copy_to_input,
-    is_float32_tensor,
-    operator_name,
-    placeholders,
-    prims,
-    readers_of,
-    tensor_value,
-)
+from collage_fx.graph import nodes
 from collage_fx.graph.operator_facts import passed_operand
 from collage_fx.numerics import ErrorFormat
 from collage_fx.torch_compat import detect_fake_mode, functional_decompositions, pytree, real_tensors
@@ -45,7 +33,7 @@ class GraphEditor:
         return self.gm.graph
 
     def __post_init__(self) -> None:
-        values = [node.meta.get("val") for node in placeholders(self.gm.graph)]
+        values = [node.meta.get("val") for node in nodes.placeholders(self.gm.graph)]
         fake_mode = detect_fake_mode([v for v in values if isinstance(v, torch.Tensor)])
         assert fake_mode is not None, "a captured graph's inputs are fake tensors"
         self.fake_mode = fake_mode
@@ -56,7 +44,7 @@ class GraphEditor:
             "call_function", target, args, kwargs, name=_readable_name(target, args)
         )
         node.meta["val"] = self._run(target, args, kwargs)
-        node.meta[PASS_MARK] = self.made_by
+        node.meta[nodes.PASS_MARK] = self.made_by
         return node
 
     def _run(self, target: Target, args: Any, kwargs: Any) -> Any:
@@ -67,16 +55,18 @@ class GraphEditor:
 
     def convert(self, node: Node, dtype: torch.dtype) -> Node:
         """Return a node's value in ``dtype``: the node itself if it has that dtype, otherwise a cast."""
-        value = tensor_value(node)
+        value = nodes.tensor_value(node)
         if value is None or value.dtype == dtype:
             return node
-        return self.call(prims.convert_element_type.default, node, dtype)
+        return self.call(nodes.prims.convert_element_type.default, node, dtype)
 
     def store(self, placeholder: Node, value: Node) -> Node:
         """Add a store to the epilogue: ``copy_(placeholder, value)``."""
-        node = self.graph.create_node("call_function", aten.copy_.default, (placeholder, value), name="store")
+        node = self.graph.create_node(
+            "call_function", nodes.aten.copy_.default, (placeholder, value), name="store"
+        )
         node.meta["val"] = placeholder.meta["val"]
-        node.meta[PASS_MARK] = self.made_by
+        node.meta[nodes.PASS_MARK] = self.made_by
         return node
 
     def inline(
@@ -104,11 +94,11 @@ class GraphEditor:
         return tuple(replayed[result] for result in pytree.tree_leaves(traced.graph.output_node().args))
 
     def _as_tensor(self, arg: Any) -> Any:
-        if not isinstance(arg, Node) or tensor_value(arg) is not None:
+        if not isinstance(arg, Node) or nodes.tensor_value(arg) is not None:
             return arg
         value = arg.meta["val"]
         dtype = torch.float64 if isinstance(value, (float, torch.SymFloat)) else torch.int64
-        return self.call(aten.scalar_tensor.default, arg, dtype=dtype)
+        return self.call(nodes.aten.scalar_tensor.default, arg, dtype=dtype)
 
     def _trace(
         self, function: Callable[..., Any], values: Sequence[Any], names: Sequence[str], *, elementwise: bool
@@ -147,21 +137,21 @@ class GraphEditor:
         stale = {changed}
         for node in self.graph.nodes:
             is_stale = node.op == "call_function" and not stale.isdisjoint(node.all_input_nodes)
-            if is_stale and not is_copy_to_input(node):
+            if is_stale and not nodes.is_copy_to_input(node):
                 node.meta["val"] = self._run(node.target, node.args, node.kwargs)
                 stale.add(node)
 
 
 def _readable_name(target: Any, args: tuple[Any, ...]) -> str:
     """Return a short node name: ``add``, not ``add_tensor``; ``to_float32`` for a cast."""
-    if target is prims.convert_element_type.default:
+    if target is nodes.prims.convert_element_type.default:
         return f"to_{str(args[1]).removeprefix('torch.')}"
-    return operator_name(target).strip("_")
+    return nodes.operator_name(target).strip("_")
 
 
 def _signature(arg: Any, *, elementwise: bool) -> Any:
     """Return ``(dtype, device, sizes, strides)`` of a node's stand-in for a trace; a constant unchanged."""
-    value = tensor_value(arg)
+    value = nodes.tensor_value(arg)
     if value is None:
         return arg
     if elementwise:
@@ -174,12 +164,12 @@ def read_whole(editor: GraphEditor, hi: Node, auxiliaries: Sequence[Node], fmt: 
 
     If hi is not kept, all other readers read the whole value in the input's dtype.
     """
-    readers = readers_of(hi)
+    readers = nodes.readers_of(hi)
     # float32 state may be converted to other dtypes, too.
-    loads = [user for user in readers if is_conversion(user) and is_float32_tensor(user)]
+    loads = [user for user in readers if nodes.is_conversion(user) and nodes.is_float32_tensor(user)]
     if not (loads if fmt.keeps_hi else readers):
         return
-    first = loads[0] if fmt.keeps_hi else placeholders(editor.graph)[-1].next
+    first = loads[0] if fmt.keeps_hi else nodes.placeholders(editor.graph)[-1].next
     with editor.graph.inserting_before(first):
         (value,) = editor.inline(fmt.join, hi, *auxiliaries, elementwise=fmt.is_elementwise)
         rounded = value if fmt.keeps_hi else editor.convert(value, hi.meta["val"].dtype)
@@ -197,7 +187,7 @@ def read_before_overwriting(editor: GraphEditor) -> None:
     Inductor's passes would remove a clone (and plain Inductor of torch 2.13 stores the new value), so the old
     value is kept as two negations, which Inductor does not remove.
     """
-    stores = list(copies_to_inputs(editor.graph).values())
+    stores = list(nodes.copies_to_inputs(editor.graph).values())
     overwritten: set[Node] = set()
     for store in stores:
         destination, source = store.args[:2]
@@ -222,5 +212,7 @@ def memory_read(node: Any) -> Any:
 
 def _twice_negated(editor: GraphEditor, node: Node) -> Node:
     """Add ``-(-x)``, in integers for a mask."""
-    negate = aten.logical_not.default if node.meta["val"].dtype is torch.bool else aten.neg.default
+    negate = (
+        nodes.aten.logical_not.default if node.meta["val"].dtype is torch.bool else nodes.aten.neg.default
+    )
     return editor.call(negate, editor.call(negate, node))

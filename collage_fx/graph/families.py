@@ -13,13 +13,7 @@ import torch
 from torch import Tensor
 from torch.fx import Graph, GraphModule, Node, map_arg
 
-from collage_fx.graph.nodes import (
-    copies_to_inputs,
-    has_elements,
-    is_copy_to_input,
-    placeholders,
-    tensor_value,
-)
+from collage_fx.graph import nodes
 from collage_fx.graph.operator_facts import first_not_elementwise, size_argument
 from collage_fx.torch_compat import fake_like, pytree, storage_of
 
@@ -125,7 +119,7 @@ def repeated_graph(gm: GraphModule, repetition: Repetition) -> GraphModule:
     """
     if repetition.is_whole:
         return gm
-    small = placeholders(gm.graph)
+    small = nodes.placeholders(gm.graph)
     graph = Graph()
     whole: dict[tuple[Node, int], Node] = {}
     ordered = sorted(
@@ -148,7 +142,7 @@ def repeated_graph(gm: GraphModule, repetition: Repetition) -> GraphModule:
     def copy(node: Node, member: int) -> None:
         args, kwargs = map_arg((node.args, node.kwargs), lambda operand: of(operand, member))
         name = re.sub(r"_\d+$", "", node.name)
-        shape = repetition.shape_of(families[node], member) if has_elements(node) else None
+        shape = repetition.shape_of(families[node], member) if nodes.has_elements(node) else None
         if shape is not None and (at := size_argument(node.target)) is not None:
             args = (*args[:at], [*shape], *args[at + 1 :])
         copied = graph.create_node(node.op, node.target, args, kwargs, name, node.type)
@@ -159,20 +153,20 @@ def repeated_graph(gm: GraphModule, repetition: Repetition) -> GraphModule:
 
     operations: dict[int | None, list[Node]] = defaultdict(list)
     for node in gm.graph.nodes:
-        if node.op not in ("placeholder", "output") and not is_copy_to_input(node):
+        if node.op not in ("placeholder", "output") and not nodes.is_copy_to_input(node):
             operations[families[node]].append(node)
     for family, member in (ONCE, *repetition.members):
         for node in operations[family]:
             copy(node, member)
-    stores = copies_to_inputs(gm.graph)
+    stores = nodes.copies_to_inputs(gm.graph)
     for _, i, member in ordered:
         if small[i] in stores:
             copy(stores[small[i]], member)
     results = pytree.tree_leaves(gm.graph.output_node().args)
-    values = [tensor_value(node) for node in (*small, *results)]
+    values = [nodes.tensor_value(node) for node in (*small, *results)]
     held = Counter(storage_of(value) for value in values if value is not None)
     for k, member in repetition.outputs:
-        value = tensor_value(results[k])
+        value = nodes.tensor_value(results[k])
         if value is not None and held[storage_of(value)] == 1:
             made = whole[results[k], member]
             made.meta["val"] = fake_like(made.meta["val"])
@@ -185,7 +179,7 @@ def first_of_one_size(graph: Graph, repetition: Repetition) -> Node | None:
     """Return the first operation that is not elementwise, in families whose members differ in shape."""
     if not any(repetition.shapes):
         return None
-    families = _families_of_nodes(graph, dict(zip(placeholders(graph), repetition.owners, strict=True)))
+    families = _families_of_nodes(graph, dict(zip(nodes.placeholders(graph), repetition.owners, strict=True)))
     return first_not_elementwise(node for node in graph.nodes if repetition.shape_of(families[node], 0))
 
 

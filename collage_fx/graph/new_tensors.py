@@ -26,6 +26,7 @@ from collections.abc import Collection, Iterator
 import torch
 from torch.fx import Graph, Node
 
+from collage_fx.graph import operator_facts
 from collage_fx.graph.nodes import (
     copies_to_inputs,
     is_conversion,
@@ -35,13 +36,6 @@ from collage_fx.graph.nodes import (
     made_of,
     placeholders,
     tensor_value,
-)
-from collage_fx.graph.operator_facts import (
-    facts_of,
-    ignores_values,
-    is_movement,
-    is_pointwise,
-    passed_operand,
 )
 from collage_fx.graph.program import InputInfo, Role, StepProgram
 from collage_fx.torch_compat import current_size, fake_like, pytree, storage_of
@@ -103,14 +97,14 @@ def values_of_weights(graph: Graph, whole: Collection[Node]) -> set[Node]:
         value, size, source = tensor_value(node), _elements_of(node), max(map(found.__getitem__, read))
         if value is None:
             found[node] = source  # a list of tensors
-        elif (operand := passed_operand(node)) is not None:
+        elif (operand := operator_facts.passed_operand(node)) is not None:
             if operand in found:
                 found[node] = min(size, found[operand])
-        elif node.target is operator.getitem or facts_of(node.target).moves:
+        elif node.target is operator.getitem or operator_facts.facts_of(node.target).moves:
             found[node] = min(size, sum(map(found.__getitem__, read)))
         elif not value.is_floating_point():
             continue
-        elif is_pointwise(node.target) or is_conversion(node):
+        elif operator_facts.is_pointwise(node.target) or is_conversion(node):
             if source >= size:
                 found[node] = size
         elif torch.Tag.reduction in getattr(node.target, "tags", ()):
@@ -161,9 +155,9 @@ def _is_rounded(node: Node, kept_up: set[Node]) -> bool:
 
     ``kept_up``: inputs that have an error term, or are updated and so have it in the next step.
     """
-    while is_movement(node) and len(node.all_input_nodes) == 1:
+    while operator_facts.is_movement(node) and len(node.all_input_nodes) == 1:
         (node,) = node.all_input_nodes
-    return node in kept_up or (bool(node.all_input_nodes) and not ignores_values(node.target))
+    return node in kept_up or (bool(node.all_input_nodes) and not operator_facts.ignores_values(node.target))
 
 
 def _owner(program: StepProgram, k: int, result: Node) -> int | None:

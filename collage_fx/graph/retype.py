@@ -15,15 +15,8 @@ import torch
 from torch.fx import Node
 from torch.fx.node import map_arg
 
+from collage_fx.graph import nodes
 from collage_fx.graph.editor import GraphEditor
-from collage_fx.graph.nodes import (
-    is_conversion,
-    is_copy_to_input,
-    is_low_precision_tensor,
-    readers_of,
-    stored,
-    tensor_value,
-)
 from collage_fx.graph.operator_facts import filled_on_grid, is_transparent, keeps_grid
 from collage_fx.numerics import ROUND_TO_STORAGE, UPPER_HALF, is_low_precision, storage_format
 
@@ -54,12 +47,12 @@ class Retyper:
             return
         if node.op == "output":
             node.args = map_arg(node.args, self._in_storage)
-        elif is_copy_to_input(node):
-            destination, value = node.all_input_nodes[0], self._in_storage(stored(node))
+        elif nodes.is_copy_to_input(node):
+            destination, value = node.all_input_nodes[0], self._in_storage(nodes.stored(node))
             node.update_arg(1, self.editor.convert(value, destination.meta["val"].dtype))
-        elif not any(is_low_precision_tensor(n) for n in (node, *node.all_input_nodes)):
+        elif not any(nodes.is_low_precision_tensor(n) for n in (node, *node.all_input_nodes)):
             return
-        elif is_conversion(node):
+        elif nodes.is_conversion(node):
             self._visit_conversion(node)
         elif node.target is operator.getitem:
             self._visit_element(node)
@@ -80,7 +73,7 @@ class Retyper:
             node.replace_all_uses_with(self.editor.convert(self._in_float32(source), dtype))
 
     def _visit_transparent(self, node: Node) -> None:
-        value, low = tensor_value(node), is_low_precision_tensor(node)
+        value, low = nodes.tensor_value(node), nodes.is_low_precision_tensor(node)
         args, kwargs = node.args, dict(node.kwargs)
         if self.rounding and low and value is not None:
             args, kwargs = filled_on_grid(node, storage_format(value.dtype))
@@ -104,13 +97,13 @@ class Retyper:
     def _define(self, node: Node, result: Node, *, rounds: bool) -> None:
         """Record ``result`` (float32) as the carrier of the low-precision ``node``."""
         # A value that no other node reads is rounded by the store itself.
-        if self.rounding and rounds and any(user.op != "output" for user in readers_of(node)):
+        if self.rounding and rounds and any(user.op != "output" for user in nodes.readers_of(node)):
             result = self.editor.call(ROUND_TO_STORAGE, result, node.meta["val"].dtype)
         self._float32[node] = result
 
     def _in_float32(self, node: Node) -> Node:
         """Return the float32 carrier of a low-precision node; any other node unchanged."""
-        if not is_low_precision_tensor(node):
+        if not nodes.is_low_precision_tensor(node):
             return node
         if node not in self._float32:  # memory: an input, or an opaque operator's result
             self._float32[node] = self.editor.convert(node, torch.float32)

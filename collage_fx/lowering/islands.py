@@ -37,17 +37,8 @@ from dataclasses import replace
 
 from torch.fx import Node
 
+from collage_fx import graph
 from collage_fx.codegen import has_spelling
-from collage_fx.graph import (
-    device_facts,
-    is_dense,
-    is_elementwise,
-    is_number,
-    may_raise,
-    reached,
-    stored,
-    tensor_value,
-)
 from collage_fx.lowering.broadcasts import common_columns
 from collage_fx.lowering.parts import Part
 from collage_fx.lowering.rules import is_input, is_total, nodes_of, order_in_memory, rule_of
@@ -69,7 +60,7 @@ def cut(part: Part) -> list[Part]:
     A part that is flat or compiled as a whole is left as it is.
     """
     rule = rule_of(part)
-    found = _Cut(part, on_device=device_facts(rule.device).is_launched)
+    found = _Cut(part, on_device=graph.device_facts(rule.device).is_launched)
     is_whole = not found.has_ours or (rule.independent and not found.islands)
     return [part] if is_whole else found.parts()
 
@@ -116,7 +107,7 @@ class _Cut:
                 results[last, self._space[value]].append(value)
                 self._keep_behind(value)
         for store in self._part.stores:
-            self._keep_behind(stored(store))
+            self._keep_behind(graph.stored(store))
         for value in sorted(self._kept, key=self._order.__getitem__):
             level = self._level[value]
             if self._is_summed(value):
@@ -149,8 +140,8 @@ class _Cut:
     def _leave_to_inductor(self) -> None:
         """Make islands of the printable values that an island is computed from and that read an island."""
         islands = [node for node in self._nodes if self._is_island(node) and not self._is_summed(node)]
-        behind = reached(islands, lambda node: self._order.keys() & node.users.keys())
-        for node in behind & reached(islands, self._computed_from):
+        behind = graph.reached(islands, lambda node: self._order.keys() & node.users.keys())
+        for node in behind & graph.reached(islands, self._computed_from):
             self._is_printable[node] = False
             self._space[node] = _layout(node)
 
@@ -169,12 +160,12 @@ class _Cut:
             return
         smaller = self._broadcast(node)
         levels = [
-            self._level[each] + (each in smaller or (self._is_hoisted(each) and not is_number(node)))
+            self._level[each] + (each in smaller or (self._is_hoisted(each) and not graph.is_number(node)))
             for each in operands
             if each in self._level
         ]
         self._level[node] = max((level + level % 2 for level in levels), default=0)
-        may_inline = is_number(node) if self._on_device else node.target not in OURS
+        may_inline = graph.is_number(node) if self._on_device else node.target not in OURS
         if may_inline and all(operand in self._inlined for operand in operands):
             self._inlined[node] = max((self._inlined[operand] for operand in operands), default=0)
 
@@ -191,19 +182,19 @@ class _Cut:
 
     def _space_of_printable(self, node: Node) -> Hashable | None:
         """Return the space of a printable value; None if the value is an island."""
-        value = tensor_value(node)
-        values = [tensor_value(operand) for operand in node.all_input_nodes]
-        if value is None or None in values or may_raise(node):
+        value = graph.tensor_value(node)
+        values = [graph.tensor_value(operand) for operand in node.all_input_nodes]
+        if value is None or None in values or graph.may_raise(node):
             return None
         if not self._on_device and not has_spelling(node):
             return None
-        elements = [each for each in node.all_input_nodes if not is_number(each)]
-        if is_number(node):
+        elements = [each for each in node.all_input_nodes if not graph.is_number(each)]
+        if graph.is_number(node):
             return None if elements else NUMBERS
         is_of_blocks = node.target in BLOCK_OPERATORS
         if is_of_blocks:
             elements = elements[:1]
-        elif not is_elementwise(node):
+        elif not graph.is_elementwise(node):
             return None
         elif smaller := self._broadcast(node):
             return None if self._on_device else self._space_of_matrix(node, smaller)
@@ -216,17 +207,19 @@ class _Cut:
 
     def _broadcast(self, node: Node) -> list[Node]:
         """Return the operands, but for constants, that are smaller than an elementwise operation's result."""
-        if not is_elementwise(node) or is_number(node):
+        if not graph.is_elementwise(node) or graph.is_number(node):
             return []
         shape = node.meta["val"].shape
-        elements = [each for each in node.all_input_nodes if not is_number(each)]
+        elements = [each for each in node.all_input_nodes if not graph.is_number(each)]
         return [each for each in elements if each.meta["val"].shape != shape and self._space[each] is not ANY]
 
     def _space_of_matrix(self, node: Node, smaller: Sequence[Node]) -> Hashable | None:
         """Return the space of a printable value of a matrix that is made of values of rows or columns."""
         value = node.meta["val"]
         columns = common_columns((each.meta["val"].shape for each in smaller), value.shape)
-        elements = [each for each in node.all_input_nodes if each not in smaller and not is_number(each)]
+        elements = [
+            each for each in node.all_input_nodes if each not in smaller and not graph.is_number(each)
+        ]
         space = _layout(node)
         if (
             columns is None
@@ -241,7 +234,7 @@ class _Cut:
 
     def _space_of_store(self, store: Node) -> Hashable | None:
         """Return the space of the part that makes a store; None if Inductor makes the store."""
-        into, value = store.all_input_nodes[0], stored(store)
+        into, value = store.all_input_nodes[0], graph.stored(store)
         is_of_space = self._is_printable[value] and value.target in BLOCK_OPERATORS
         if is_of_space or self._space[value] in (ANY, _layout(into)):
             return self._space[value] if self._space[value] is not ANY else _layout(into)
@@ -264,7 +257,7 @@ class _Cut:
         def crosses(node: Node) -> bool:
             return node is not root and not self._is_input(node) and self._crosses(node, root)
 
-        behind = reached([root], lambda node: () if crosses(node) else self._computed_from(node))
+        behind = graph.reached([root], lambda node: () if crosses(node) else self._computed_from(node))
         for node in filter(crosses, behind):
             self._keep(node)
 
@@ -291,7 +284,7 @@ class _Cut:
 
 def _layout(node: Node) -> Hashable | None:
     """Return the space of a tensor in memory; None if its layout is not dense."""
-    value = tensor_value(node)
-    if value is None or not value.numel() or not is_dense(value):
+    value = graph.tensor_value(node)
+    if value is None or not value.numel() or not graph.is_dense(value):
         return None
     return (tuple(value.shape), order_in_memory(value)) if value.dim() else NUMBERS

@@ -16,17 +16,8 @@ import torch
 from torch import Tensor
 from torch.fx import Graph, GraphModule
 
-from collage_fx.codegen import (
-    FIRST_OF_PIECE,
-    FLAGS,
-    LENGTH,
-    MOST_ARGUMENTS,
-    NoSpelling,
-    flat_kernel,
-    load_library,
-    number_kernel,
-    table_kernel,
-)
+from collage_fx import codegen
+from collage_fx.codegen import NoSpelling
 from collage_fx.errors import FailedLoweringError
 from collage_fx.graph import Reason, Reasons, device_facts, placeholders
 from collage_fx.lowering.attempts import compile_somehow, inductors_faults
@@ -139,7 +130,10 @@ def printed(rule: Rule) -> Kernel | Reason:
         try:
             if rule.is_tabled:
                 return _launched(rule, gm.graph, inputs)
-            source = flat_kernel(gm.graph, rule.width) if rule.flat else number_kernel(gm.graph)
+            if rule.flat:
+                source = codegen.flat_kernel(gm.graph, rule.width)
+            else:
+                source = codegen.number_kernel(gm.graph)
         except NoSpelling as error:
             language = "Triton" if rule.is_tabled else "C++"
             return Reason(f"printed {language} has no {error}", rule.operations)
@@ -148,7 +142,7 @@ def printed(rule: Rule) -> Kernel | Reason:
 
 def _launched(rule: Rule, graph: Graph, inputs: Sequence[Any]) -> Kernel:
     """Print the kernel of a rule on a GPU, which is launched once for all tensors."""
-    function = table_kernel(graph, rule.width if rule.flat else 0, rule.device)
+    function = codegen.table_kernel(graph, rule.width if rule.flat else 0, rule.device)
     function.begin()
     note_generated_code([function.source[True]])
     columns, sums = _columns(rule, inputs, function.arguments), tuple(rule.totals.items())
@@ -160,11 +154,11 @@ def _loaded(rule: Rule, source: str, inputs: Sequence[Any]) -> Kernel | Reason:
     if sys.platform == "win32":
         return Reason("the compiler takes other flags than those of printed kernels")
     arguments = (*range(rule.flat, len(inputs)), *range(rule.flat))  # the length is the last
-    if len(arguments) > MOST_ARGUMENTS:
-        return Reason(f"it has more than {MOST_ARGUMENTS} arguments", rule.operations)
+    if len(arguments) > codegen.MOST_ARGUMENTS:
+        return Reason(f"it has more than {codegen.MOST_ARGUMENTS} arguments", rule.operations)
     try:
         with inductors_faults():
-            library = load_cpp_library(source, FLAGS)
+            library = load_cpp_library(source, codegen.FLAGS)
     except InductorFault as fault:
         if fault.is_by_compiler and fault_of_library() is None:
             raise FailedLoweringError(
@@ -184,7 +178,7 @@ def fault_of_library() -> InductorFault | None:
     """Return why the compiler does not take the C++ that writes tables of addresses; None if it does."""
     try:
         with inductors_faults():
-            load_library()
+            codegen.load_library()
     except InductorFault as fault:
         return fault
     return None
@@ -194,9 +188,9 @@ def _columns(rule: Rule, inputs: Sequence[Any], arguments: Sequence[int]) -> tup
     """Return the columns of a function's arguments, of which ``inputs`` has the values in a trace."""
     kinds = rule.totals
     if rule.flat:
-        kinds[0] = LENGTH
+        kinds[0] = codegen.LENGTH
     if rule.is_placed:
-        kinds[1] = FIRST_OF_PIECE
+        kinds[1] = codegen.FIRST_OF_PIECE
     layouts = (line.args for line in rule.lines if line.target is None)
     devices = {argument: layout[1] for argument, layout in enumerate(layouts, rule.first_operand)}
 

@@ -9,27 +9,11 @@ import torch
 from torch import Tensor
 from torch.fx import Graph
 
+from collage_fx import graph
 from collage_fx.choices import Arithmetic
 from collage_fx.codegen import REVISION
 from collage_fx.errors import CollageError, FailedLoweringError, FailedPassError, InvalidOptionError, warn
-from collage_fx.graph import (
-    WAYS,
-    InputInfo,
-    Reason,
-    Reasons,
-    Role,
-    StateTensor,
-    StepProgram,
-    Unit,
-    copies_to_inputs,
-    copy_of,
-    device_facts,
-    first_of_one_size,
-    is_matrix_product,
-    not_taken,
-    placeholders,
-    tensor_value,
-)
+from collage_fx.graph import InputInfo, Reason, Reasons, Role, StateTensor, StepProgram, Unit
 from collage_fx.lowering.attempts import Attempt, compile_somehow, interpreted
 from collage_fx.lowering.schedule import lower_in_parts, repeated
 from collage_fx.lowering.stacks import in_stacks
@@ -108,9 +92,9 @@ def lower(
     elif not_compiled is None:
         made = _whole(program, example_inputs, inductor_options)
     else:
-        made = Attempt(interpreted(copy_of(program.gm)), is_compiled=False)
-    why = [*not_taken(("in parts", not_in_parts)), *made.reasons]
-    why.sort(key=lambda reason: WAYS.index(reason[0]))
+        made = Attempt(interpreted(graph.copy_of(program.gm)), is_compiled=False)
+    why = [*graph.not_taken(("in parts", not_in_parts)), *made.reasons]
+    why.sort(key=lambda reason: graph.WAYS.index(reason[0]))
     if (fault := next((fault for way, fault in why if way == "by the usual code"), None)) is not None:
         slower = "slower" if made.is_compiled else "10 to 50 times slower"
         failed = FailedLoweringError(
@@ -136,7 +120,7 @@ def lower(
 def step_in_parts(program: StepProgram) -> StepInParts | Reason:
     """Compile a program's graph part by part, for all members of its families, or return why not."""
     with inductor_config.patch(_settings(program)):
-        if (node := first_of_one_size(program.gm.graph, program.extended)) is not None:
+        if (node := graph.first_of_one_size(program.gm.graph, program.extended)) is not None:
             return Reason.at(node, "it depends on the sizes of tensors")
         gm = _unless_it_fails(program, "in-order-of-memory", in_order_of_memory, program.gm)
         plan = lower_in_parts(gm, always=not program.repetition.is_whole)
@@ -158,7 +142,7 @@ def _unless_it_fails(program: StepProgram, name: str, step: Callable[[_T], _T], 
         return given
 
 
-def why_not_compiled(graph: Graph, *, is_recorded: bool, is_compiled: bool = True) -> Reason | None:
+def why_not_compiled(step: Graph, *, is_recorded: bool, is_compiled: bool = True) -> Reason | None:
     """Return why torch runs a step's graph operation by operation; None if the graph is compiled.
 
     Torch may have been told to compile nothing: then ``is_compiled`` is False.
@@ -169,7 +153,7 @@ def why_not_compiled(graph: Graph, *, is_recorded: bool, is_compiled: bool = Tru
     """
     if not is_compiled:
         return Reason("torch has been told not to compile, by its stance or by TORCH_COMPILE_DISABLE")
-    products = [node for node in graph.nodes if is_matrix_product(node.target)]
+    products = [node for node in step.nodes if graph.is_matrix_product(node.target)]
     if not is_recorded or len(products) <= MOST_MATRIX_PRODUCTS:
         return None
     what = f"torch runs what has more than {MOST_MATRIX_PRODUCTS} products of matrices"
@@ -181,7 +165,7 @@ def _expected(program: StepProgram, *, all_layouts: bool) -> tuple[list[Expected
 
     With ``all_layouts`` nothing else looks at sizes and strides, which are numbers then.
     """
-    nodes, stores = placeholders(program.gm.graph), copies_to_inputs(program.gm.graph)
+    nodes, stores = graph.placeholders(program.gm.graph), graph.copies_to_inputs(program.gm.graph)
     packed = {each.position for each in program.expansions if each.packed}  # their own memory is not touched
     copies_of = program.extended.copies_of
     values = {
@@ -210,14 +194,16 @@ def _settings(program: StepProgram) -> dict[str, Any]:
     """Return the Inductor settings for lowering a program's graph."""
     if program.strategy == "none":
         return {}
-    values = map(tensor_value, placeholders(program.gm.graph))
+    values = map(graph.tensor_value, graph.placeholders(program.gm.graph))
     return inductor_settings(program.arithmetic, {value.device for value in values if value is not None})
 
 
 def inductor_settings(arithmetic: Arithmetic, devices: Iterable[torch.device] = ()) -> dict[str, Any]:
     """Return the Inductor settings for a graph of this arithmetic on these devices."""
     settings = NATIVE_SETTINGS if arithmetic == "native" else IEEE_SETTINGS
-    return settings | {name: value for each in devices for name, value in device_facts(each).settings.items()}
+    for each in devices:
+        settings = {**settings, **graph.device_facts(each).settings}
+    return settings
 
 
 def _whole(program: StepProgram, example_inputs: Sequence[Any], inductor_options: dict[str, Any]) -> Attempt:
@@ -228,7 +214,7 @@ def _whole(program: StepProgram, example_inputs: Sequence[Any], inductor_options
     # An auxiliary is as static as the tensor it corrects: CUDA graphs need not copy it.
     are_static = [s.info.bound and s.position in static for s in program.expansions for _ in s.added_inputs]
     static += [i for i, is_static in enumerate(are_static, len(example_inputs)) if is_static]
-    added = placeholders(program.gm.graph)[len(example_inputs) :]
+    added = graph.placeholders(program.gm.graph)[len(example_inputs) :]
     add_to_cache_key(program.gm, revision=REVISION)
     inputs = [*example_inputs, *(node.meta["val"] for node in added)]
     for expansion in program.expansions:
@@ -240,10 +226,11 @@ def _whole(program: StepProgram, example_inputs: Sequence[Any], inductor_options
 
 def _refuse_frozen_numbers(program: StepProgram) -> None:
     """Raise if a CUDA graph would read a scalar of the host, which torch 2.13 and later read only once."""
-    nodes = placeholders(program.gm.graph)
-    inputs = [(node, value) for node in nodes if (value := tensor_value(node)) is not None]
+    nodes = graph.placeholders(program.gm.graph)
+    inputs = [(node, value) for node in nodes if (value := graph.tensor_value(node)) is not None]
     numbers = [node for node, value in inputs if not value.dim() and value.device.type == "cpu"]
-    if numbers and FREEZES_NUMBERS and any(device_facts(value.device).is_launched for _, value in inputs):
+    is_launched = any(graph.device_facts(value.device).is_launched for _, value in inputs)
+    if numbers and FREEZES_NUMBERS and is_launched:
         raise InvalidOptionError(
             "mode='reduce-overhead', where a number in the host's memory changes from step to step, such as "
             "a learning rate under a scheduler: the CUDA graph would go on with that of its first step",

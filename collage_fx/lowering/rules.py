@@ -34,17 +34,8 @@ import torch
 from torch import Tensor
 from torch.fx import Node
 
+from collage_fx import graph
 from collage_fx.codegen import MEAN, TOTAL, has_spelling
-from collage_fx.graph import (
-    device_facts,
-    is_dense,
-    is_elementwise,
-    is_number,
-    may_raise,
-    size_argument,
-    stored,
-    tensor_value,
-)
 from collage_fx.lowering.broadcasts import broadcast, common_columns
 from collage_fx.lowering.parts import Part
 from collage_fx.numerics import BLOCK, BLOCK_OPERATORS, PHASES
@@ -128,7 +119,7 @@ class Rule:
     @property
     def is_tabled(self) -> bool:
         """Whether a kernel over a table is tried."""
-        return self.independent and device_facts(self.device).is_launched
+        return self.independent and graph.device_facts(self.device).is_launched
 
     @property
     def is_placed(self) -> bool:
@@ -181,7 +172,7 @@ def is_total(node: Node) -> bool:
     """Return whether a node is the float32 sum, or mean, of all elements of a float32 tensor."""
     if node.target not in (*TOTALS, aten.sum.dim_IntList, aten.mean.dim):
         return False
-    operand, value = tensor_value(node.all_input_nodes[0]), tensor_value(node)
+    operand, value = graph.tensor_value(node.all_input_nodes[0]), graph.tensor_value(node)
     assert operand is not None
     assert value is not None
     return value.dim() == 0 < operand.dim() and operand.dtype is value.dtype is torch.float32
@@ -203,7 +194,7 @@ class _Writer:
         self.written = [*part.results, *(store.all_input_nodes[0] for store in part.stores)]
         self.has_blocks = any(node.target in BLOCK_OPERATORS for node in self.nodes)
         self.shape = max((v.shape for v in self._elements()), key=torch.Size.numel, default=torch.Size())
-        self.on_host = not any(device_facts(value.device).is_launched for value in self._elements())
+        self.on_host = not any(graph.device_facts(value.device).is_launched for value in self._elements())
         self.totals = {value for value in part.results if is_total(value)}
         self.columns = self._columns()
         self.flat = self._is_flat()
@@ -212,7 +203,7 @@ class _Writer:
         numbers = {node: i for i, node in enumerate(self.nodes)}
         lines = tuple(self._line(node, numbers) for node in self.nodes)
         stores = (
-            *((numbers[each.all_input_nodes[0]], numbers[stored(each)]) for each in self.part.stores),
+            *((numbers[each.all_input_nodes[0]], numbers[graph.stored(each)]) for each in self.part.stores),
             *((None, numbers[value]) for value in self.part.results),
         )
         layouts = () if self.flat else tuple(self._layout(value) for value in self.part.results)
@@ -223,7 +214,7 @@ class _Writer:
         return Rule(key, self.flat, lines, stores, (*self.inputs,), length, width, columns, independent)
 
     def _elements(self) -> list[Tensor]:
-        values = map(tensor_value, self.nodes)
+        values = map(graph.tensor_value, self.nodes)
         return [value for value in values if value is not None and value.dim() > 0]
 
     def _is_flat(self) -> bool:
@@ -231,14 +222,14 @@ class _Writer:
         if not self.shape or self.shape.numel() < least or self.columns is None:
             return False
         operations = (node for node in self.nodes if node not in self.inputs and node not in self.totals)
-        memory = [tensor_value(node) for node in (*self.part.results, *self.inputs)]
+        memory = [graph.tensor_value(node) for node in (*self.part.results, *self.inputs)]
         placed = [v for v in memory if v is not None and v.dim() > 0 and not self._is_of_blocks(v)]
         layouts = {order_in_memory(value) for value in placed if value.shape == self.shape}
         return (
             len(layouts) <= 1
-            and all(value.is_contiguous() if self.columns else is_dense(value) for value in placed)
+            and all(value.is_contiguous() if self.columns else graph.is_dense(value) for value in placed)
             and (not self.totals or self.shape.numel() < (LONGEST if self.on_host else LONGEST_PIECE))
-            and all(node.target in BLOCK_OPERATORS or is_elementwise(node) for node in operations)
+            and all(node.target in BLOCK_OPERATORS or graph.is_elementwise(node) for node in operations)
         )
 
     def _columns(self) -> int | None:
@@ -249,7 +240,7 @@ class _Writer:
         smaller = [
             node
             for node in self.nodes
-            if (value := tensor_value(node)) is not None
+            if (value := graph.tensor_value(node)) is not None
             and value.dim() > 0
             and value.shape != self.shape
             and not self._is_of_blocks(value)
@@ -273,11 +264,13 @@ class _Writer:
         return columns or self.shape.numel()
 
     def _is_independent(self) -> bool:
-        if any(tensor_value(node) is None for node in self.inputs) or any(map(may_raise, self.nodes)):
+        if any(graph.tensor_value(node) is None for node in self.inputs) or any(
+            map(graph.may_raise, self.nodes)
+        ):
             return False
         if self.flat:
-            return not any(is_number(node) and node not in self.totals for node in self.written)
-        return all(map(is_number, self.nodes))
+            return not any(graph.is_number(node) and node not in self.totals for node in self.written)
+        return all(map(graph.is_number, self.nodes))
 
     def _is_of_blocks(self, value: Tensor) -> bool:
         """Return whether a tensor has one element for each block of the other tensors."""
@@ -293,11 +286,11 @@ class _Writer:
             is_mean = node.target in (aten.mean.default, aten.mean.dim)
             total = aten.mean.default if is_mean else aten.sum.default
             return Line(total, (Reference(numbers[node.all_input_nodes[0]]),))
-        if self.flat and not is_number(node):
+        if self.flat and not graph.is_number(node):
             kwargs.pop("memory_format", None)
             if node.target is PHASES:
                 args = (*args[:2], Symbol.FIRST)
-            if (at := size_argument(node.target)) is not None:
+            if (at := graph.size_argument(node.target)) is not None:
                 # A constant is repeated along rows and columns.
                 size = (1, 1) if self.columns else self._flat_layout(node.meta["val"])[0]
                 args = (*args[:at], size, *args[at + 1 :])
@@ -306,7 +299,7 @@ class _Writer:
 
     def _layout(self, node: Node) -> tuple[Any, ...]:
         """Return the description of an input: everything that a kernel's code may depend on."""
-        value = tensor_value(node)
+        value = graph.tensor_value(node)
         if value is None:
             return (type(node.meta["val"]),)
         if self.flat and value.dim() > 0:

@@ -75,12 +75,8 @@ def register_placed_lowering(operator: Any, element_function: Callable[..., Any]
 
 
 def register_block_lowerings(
-    scales_operator: Any,
-    codes_operator: Any,
-    values_operator: Any,
-    scale: Callable[..., Any],
-    code: Callable[..., Any],
-    value: Callable[..., Any],
+    operators: tuple[Any, Any, Any],
+    element_functions: tuple[Callable[..., Any], Callable[..., Any], Callable[..., Any]],
     *,
     block: int,
     dtype_of_codes: Mapping[tuple[int, bool], torch.dtype],
@@ -88,15 +84,16 @@ def register_block_lowerings(
     """Lower operators on blocks of elements that share a scale: Note [Blocks].
 
     Args:
-        scales_operator: ``(value, like, signed)`` -> the scales of a tensor's blocks.
-        codes_operator: ``(value, scales, phases, like, bits, signed)`` -> integers.
-        values_operator: ``(codes, scales, bits, signed)`` -> float32 numbers.
-        scale: ``(largest magnitude, signed)`` -> value of a scale.
-        code: ``(value, scale, phase or None, bits, signed, whether on a GPU)`` -> value of an integer.
-        value: ``(integer, scale, bits, signed)`` -> value of a number.
+        operators: ``(value, like, signed)`` -> the scales of a tensor's blocks; ``(value, scales, phases,
+            like, bits, signed)`` -> integers; ``(codes, scales, bits, signed)`` -> float32 numbers.
+        element_functions: ``(largest magnitude, signed)`` -> value of a scale; ``(value, scale, phase or
+            None, bits, signed, whether on a GPU)`` -> value of an integer; ``(integer, scale, bits, signed)``
+            -> value of a number.
         block: elements of a block.
         dtype_of_codes: by bits and whether numbers may be negative.
     """
+    scales_operator, codes_operator, values_operator = operators
+    scale, code, value = element_functions
 
     @register_lowering(scales_operator, type_promotion_kind=None)
     def scales_of(values: Any, like: Any, signed: bool) -> Any:

@@ -21,27 +21,12 @@ from torch._dynamo.resume_execution import TORCH_DYNAMO_RESUME_IN_PREFIX
 from torch._dynamo.types import ConvertFrameReturn
 from torch.optim import Optimizer
 
-from collage_fx.torch_compat import records
+from collage_fx.torch_compat import optim_frames, patch_optimizers, records
 from collage_fx.torch_compat.dynamo_trace import ConvertAgain, RunEagerly, backend_within
-from collage_fx.torch_compat.optim_frames import (
-    codes_of,
-    compiler_within,
-    frames_on_the_stack,
-    is_in_torchs_optimizer,
-    optimizer_being_stepped,
-    optimizer_of_method,
-    variables_on_the_stack,
-)
 from collage_fx.torch_compat.patch_dtypes import tracing_several_dtypes
 from collage_fx.torch_compat.patch_graph_breaks import GraphBreak, watching_graph_breaks
 from collage_fx.torch_compat.patch_numbers import noticing_burned_in, tracing_numbers
-from collage_fx.torch_compat.patch_optimizers import (
-    Place,
-    Thin,
-    thinning_lists,
-    tracing_whole,
-    watching_optimizers,
-)
+from collage_fx.torch_compat.patch_optimizers import Place, Thin
 from collage_fx.torch_compat.patching import Patch
 from collage_fx.torch_compat.tensors import pytree
 
@@ -154,7 +139,7 @@ def watch_conversions(watch: Watch) -> None:
             watch.before(request, code, variables)
             try:
                 with (
-                    watch.within(compiler_within(convert), code, variables),
+                    watch.within(optim_frames.compiler_within(convert), code, variables),
                     dynamo_config.patch(watch.settings),
                     # A part without operations, now, may have some in a later step.
                     dynamo_config.patch(allow_empty_graphs=_may_be_empty(watch, request, code, variables)),
@@ -179,14 +164,14 @@ def watch_conversions(watch: Watch) -> None:
             whole = again.whole
         else:
             if converted is not None and converted.guarded_code is not None:
-                watch.after(request, compiler_within(convert), code, variables)
+                watch.after(request, optim_frames.compiler_within(convert), code, variables)
             return converted
         # Here no reference to the abandoned trace, or to state created in it, is left.
-        token = tracing_whole.set(whole or tracing_whole.get())
+        token = patch_optimizers.tracing_whole.set(whole or patch_optimizers.tracing_whole.get())
         try:
             return watched(convert, frame, *args, **kwargs)
         finally:
-            tracing_whole.reset(token)
+            patch_optimizers.tracing_whole.reset(token)
 
     def converting(original: Callable[..., Any]) -> Callable[..., Any]:
         def convert_frame_assert(compiler_fn: Any, *args: Any, **kwargs: Any) -> Any:
@@ -195,7 +180,7 @@ def watch_conversions(watch: Watch) -> None:
             if not watch.is_watched(backend):
                 return convert
             if (function := _given_to_compile()) is not None:
-                for code in codes_of(function):
+                for code in optim_frames.codes_of(function):
                     records.put(code, _IsGiven())
                 watch.handed_over(backend, keywords, function)
             return _Watched(convert, watched)
@@ -224,7 +209,7 @@ class _Watched:
 def _given_to_compile() -> Any:
     """Return the function that ``torch.compile`` was called with, if that call is running."""
     compiling = inspect.unwrap(torch.compile).__code__  # Lightning, for example, wraps it
-    return (variables_on_the_stack(lambda code: code is compiling) or {}).get("model")
+    return (optim_frames.variables_on_the_stack(lambda code: code is compiling) or {}).get("model")
 
 
 def _is_not_to_be_converted() -> bool:
@@ -232,8 +217,8 @@ def _is_not_to_be_converted() -> bool:
 
     Dynamo decides this by the function's caller, for which it skips its own frames, but not ours.
     """
-    skipped = __file__, frames_on_the_stack.__code__.co_filename, convert_frame.__file__
-    codes = (frame.f_code for frame in frames_on_the_stack())
+    skipped = __file__, optim_frames.frames_on_the_stack.__code__.co_filename, convert_frame.__file__
+    codes = (frame.f_code for frame in optim_frames.frames_on_the_stack())
     caller = next((code for code in codes if code.co_filename not in skipped), None)
     return caller is decorators._nonrecursive_disable_wrapper_code
 
@@ -253,8 +238,8 @@ def _patched(watch: Watch, code: CodeType, variables: Mapping[str, Any]) -> Iter
         _silent_about_profiling(),
         FRAMES.entered(has_tensor),
         TEXTS.entered(text_without_elements),
-        watching_optimizers(watch.at_optimizer),
-        thinning_lists(watch.rows_to_trace),
+        patch_optimizers.watching_optimizers(watch.at_optimizer),
+        patch_optimizers.thinning_lists(watch.rows_to_trace),
         watching_graph_breaks(watch.at_graph_break),
         tracing_numbers(),
         tracing_several_dtypes(),
@@ -320,7 +305,8 @@ def _may_update(code: CodeType, variables: Mapping[str, Any]) -> bool:
     Or a method of an object that holds optimizers or parameters. Dynamo runs a function eagerly if it finds
     no tensor in its variables, and does not look into objects; torch's wrapper around ``step`` has none.
     """
-    is_method = optimizer_of_method(code, variables) is not None and not is_in_torchs_optimizer(code)
+    optimizer = optim_frames.optimizer_of_method(code, variables)
+    is_method = optimizer is not None and not optim_frames.is_in_torchs_optimizer(code)
     holder = variables.get(code.co_varnames[0]) if code.co_varnames else None
     is_own = hasattr(type(holder), code.co_name) and not isinstance(holder, Optimizer)
     holds = records.has(code, _IsGiven) or is_own
@@ -335,10 +321,10 @@ def _may_be_empty(watch: Watch, request: Any, code: CodeType, variables: Mapping
     Not that of an optimizer that is left alone: torch 2.13 takes the value of one key for that of another
     where a function only looks a parameter up (``self.indices[p]``).
     """
-    optimizer = optimizer_of_method(code, variables)
+    optimizer = optim_frames.optimizer_of_method(code, variables)
     if optimizer is not None and not watch.is_of_concern(request, optimizer):
         return False
-    return _may_update(code, variables) and not is_in_torchs_optimizer(code)
+    return _may_update(code, variables) and not optim_frames.is_in_torchs_optimizer(code)
 
 
 class _IsGiven:
@@ -378,7 +364,7 @@ def _deciding(watch: Watch, original: Callable[[Any], Any]) -> Callable[[Any], A
             return None
         if not callback:
             return original(callback)
-        watch.before_call(compiler_within(callback))
+        watch.before_call(optim_frames.compiler_within(callback))
         chosen = original(callback)
         if chosen is callback and not dynamo_config.disable:
             return chosen
@@ -396,6 +382,6 @@ def _deciding(watch: Watch, original: Callable[[Any], Any]) -> Callable[[Any], A
 
 
 def _converting_within_steps(convert: Callable[..., Any], frame: Any, *args: Any, **kwargs: Any) -> Any:
-    if is_in_torchs_optimizer(frame.f_code) or optimizer_being_stepped() is None:
+    if optim_frames.is_in_torchs_optimizer(frame.f_code) or optim_frames.optimizer_being_stepped() is None:
         return ConvertFrameReturn(apply_to_code=False)
     return convert(frame, *args, **kwargs)

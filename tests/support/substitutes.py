@@ -94,14 +94,14 @@ def no_compiler(error: Exception) -> Iterator[None]:
 def no_kernel_over_a_table() -> Iterator[None]:
     """Context manager: no kernel over a table can be printed."""
     forget_kernels()
-    with mock.patch("collage_fx.lowering.kernels.table_kernel", side_effect=NoSpelling("such operation")):
+    with mock.patch("collage_fx.codegen.table_kernel", side_effect=NoSpelling("such operation")):
         yield
     forget_kernels()
 
 
 def no_tables_of_addresses(error: Exception) -> AbstractContextManager[Any]:
     """Context manager: the C++ that writes tables of addresses is not compiled."""
-    return mock.patch("collage_fx.lowering.kernels.load_library", side_effect=error)
+    return mock.patch("collage_fx.codegen.load_library", side_effect=error)
 
 
 def failing_prediction(error: Exception) -> AbstractContextManager[Any]:
@@ -173,7 +173,7 @@ def processor(features: str) -> AbstractContextManager[Any]:
 
 def lowering_in_inductor(function: Callable[..., Any]) -> AbstractContextManager[Any]:
     """Context manager: what lowers our operators within Inductor calls this function."""
-    return mock.patch("collage_fx.codegen.lowerings.trace_of", function)
+    return mock.patch("collage_fx.graph.trace_of", function)
 
 
 # What a device, a version or a file says. -------------------------------------------------------------------

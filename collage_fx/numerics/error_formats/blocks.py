@@ -8,16 +8,7 @@ from fractions import Fraction
 import torch
 from torch import Tensor
 
-from collage_fx.numerics.blocks import (
-    BLOCK,
-    BLOCK_CODES,
-    BLOCK_SCALES,
-    BLOCK_VALUES,
-    CODES,
-    LARGEST,
-    SMALLEST_SCALE,
-    why_no_blocks,
-)
+from collage_fx.numerics import blocks
 from collage_fx.numerics.error_formats.base import COUNT, AuxiliarySpec, ErrorBound, ErrorFormat
 from collage_fx.numerics.operators import PHASE, PHASES
 
@@ -41,10 +32,10 @@ class Blocks(ErrorFormat):
         self.bits, self.signed = bits, signed
         self.name = f"block{bits}" if signed else f"block{bits}_positive"  # type: ignore[misc]
         what = "numbers" if signed else "numbers that are not negative"
-        self.precision = f"{what} in {bits} bits, {BLOCK} of them with a scale"  # type: ignore[misc]
+        self.precision = f"{what} in {bits} bits, {blocks.BLOCK} of them with a scale"  # type: ignore[misc]
 
     def why_not(self, hi: Tensor) -> str:
-        return why_no_blocks(hi, BLOCK)
+        return blocks.why_no_blocks(hi, blocks.BLOCK)
 
     def why_not_values(self, hi: Tensor) -> str:
         return "" if self.signed or not bool((hi < 0).any()) else "negative numbers"
@@ -52,8 +43,8 @@ class Blocks(ErrorFormat):
     def auxiliaries(self, hi: Tensor) -> Sequence[AuxiliarySpec]:
         rows = hi.shape[0]
         return (
-            AuxiliarySpec("codes", CODES[self.bits, self.signed], hi.shape, hi.stride()),
-            AuxiliarySpec("scales", torch.uint8, (rows, hi.numel() // (rows * BLOCK))),
+            AuxiliarySpec("codes", blocks.CODES[self.bits, self.signed], hi.shape, hi.stride()),
+            AuxiliarySpec("scales", torch.uint8, (rows, hi.numel() // (rows * blocks.BLOCK))),
             COUNT,
         )
 
@@ -63,16 +54,16 @@ class Blocks(ErrorFormat):
         For non-negative numbers that is the error of the root; an error of e in a root is 2 e + e**2 in the
         number. 2**-20 is for the roundings of float32. No root has the smallest scale.
         """
-        largest = LARGEST[self.bits, self.signed]
+        largest = blocks.LARGEST[self.bits, self.signed]
         distance = Fraction(2 * largest - 1, largest**2) if self.bits == 8 else Fraction(1, largest)
         half = Fraction(3, 2) * distance / 2
         of_largest = half if self.signed else 2 * half + half**2
-        absolute = distance / 2 * Fraction(SMALLEST_SCALE) if self.signed else Fraction(0)
+        absolute = distance / 2 * Fraction(blocks.SMALLEST_SCALE) if self.signed else Fraction(0)
         return ErrorBound(absolute=absolute, of_largest=of_largest + Fraction(1, 2**20))
 
     def join(self, hi: Tensor, *auxiliaries: Tensor) -> Tensor:
         codes, scales, _ = auxiliaries
-        return BLOCK_VALUES(codes, scales, self.bits, self.signed)
+        return blocks.BLOCK_VALUES(codes, scales, self.bits, self.signed)
 
     def split(self, value: Tensor, dtype: torch.dtype) -> tuple[Tensor, ...]:
         count = COUNT.zeros(value.device)
@@ -88,5 +79,5 @@ class Blocks(ErrorFormat):
 
     def _encoded(self, value: Tensor, like: Tensor, phases: Tensor | None) -> tuple[Tensor, Tensor]:
         """Return the codes and the scales of a value, in the layout of ``like``."""
-        scales = BLOCK_SCALES(value, like, self.signed)
-        return BLOCK_CODES(value, scales, phases, like, self.bits, self.signed), scales
+        scales = blocks.BLOCK_SCALES(value, like, self.signed)
+        return blocks.BLOCK_CODES(value, scales, phases, like, self.bits, self.signed), scales

@@ -8,15 +8,9 @@ from fractions import Fraction
 import torch
 from torch import Tensor
 
+from collage_fx.numerics import operators
 from collage_fx.numerics.error_formats.base import COUNT, AuxiliarySpec, ErrorBound, ErrorFormat
 from collage_fx.numerics.formats import BFLOAT16
-from collage_fx.numerics.operators import (
-    LOWER_HALF,
-    ULP_PARTS,
-    UPPER_HALF,
-    WITH_LOWER_HALF,
-    WITH_ULP_PARTS,
-)
 
 
 class Exact(ErrorFormat):
@@ -58,15 +52,15 @@ class Exact(ErrorFormat):
         rest, _ = auxiliaries
         near = hi.to(torch.float32)
         if hi.dtype == BFLOAT16.dtype:
-            return WITH_LOWER_HALF(near, rest)
-        return WITH_ULP_PARTS(near, rest)
+            return operators.WITH_LOWER_HALF(near, rest)
+        return operators.WITH_ULP_PARTS(near, rest)
 
     def split(self, value: Tensor, dtype: torch.dtype) -> tuple[Tensor, ...]:
         start = COUNT.zeros(value.device)
         if dtype == BFLOAT16.dtype:
-            return UPPER_HALF(value).to(dtype), LOWER_HALF(value), start
+            return operators.UPPER_HALF(value).to(dtype), operators.LOWER_HALF(value), start
         hi = value.to(dtype)
-        return hi, ULP_PARTS(value, hi.to(torch.float32)), start
+        return hi, operators.ULP_PARTS(value, hi.to(torch.float32)), start
 
     def store(self, value: Tensor, hi: Tensor, *inputs: Tensor) -> tuple[Tensor, ...]:
         return self.store_nearest(value, hi, *inputs)
