@@ -199,7 +199,8 @@ class Elements:
         if function is None or not function.tests or self.kinds[node] is not Kind.OF_ELEMENT:
             return None
         value = node if node.target in JOINS else operand_of(node)
-        while _is_no_larger(value):
+        # A value that is finite if its first operand, or that operand's, is below a limit.
+        while value.target in NO_LARGER or (value.target in JOINS and operand_of(value).target in NO_LARGER):
             value = operand_of(value)
         return value if self.kinds[value] is Kind.OF_ELEMENT else None
 
@@ -273,12 +274,6 @@ def function_at(node: Node) -> Function | None:
     tensors = [arg for arg in node.args if isinstance(arg, Node)]
     dtypes = tuple(arg.meta["val"].dtype for arg in tensors)
     return function_of(CPP, target, dtypes, tuple(node.args[len(tensors) :]))
-
-
-def _is_no_larger(value: Node) -> bool:
-    """Return whether a value is finite if its first operand, or that operand's, is below a limit."""
-    is_joined = value.target in JOINS and operand_of(value).target in NO_LARGER
-    return value.target in NO_LARGER or is_joined
 
 
 def is_read(node: Node) -> bool:

@@ -72,7 +72,12 @@ def function_of(
     texts = dict(zip(trace.graph.find_nodes(op="placeholder"), parameters, strict=True))
     lines, tests = list[str](), False
     for node in (each for each in trace.graph.nodes if each.op == "call_function"):
-        text = _exact_sum(node, texts, language) or expression(node, texts, language)
+        if node.target is aten.addcmul.default and not node.kwargs:
+            # In our functions its results are exact, so it is fused.
+            total, x, y = (texts[each] if isinstance(each, Node) else "" for each in node.args)
+            text = language.multiply_add(x, y, total)
+        else:
+            text = expression(node, texts, language)
         if is_cpp and _is_test(node):
             tests, text = True, f"(Finite || {bare(text)})"
         if not is_cpp and function in WITH_APPROXIMATE_ROOTS and node.target is aten.sqrt.default:
@@ -112,14 +117,6 @@ def _is_test(node: Node) -> bool:
         return others == [first]
     is_below_infinity = node.target is aten.lt.Scalar and others == [float("inf")]
     return is_below_infinity and isinstance(first, Node) and first.target is aten.abs.default
-
-
-def _exact_sum(node: Node, texts: Mapping[Node, str], language: Language) -> str:
-    """Write ``addcmul``, which in our functions has exact results, so it is fused; empty for others."""
-    if node.target is not aten.addcmul.default or node.kwargs:
-        return ""
-    total, x, y = (texts[each] if isinstance(each, Node) else "" for each in node.args)
-    return language.multiply_add(x, y, total)
 
 
 def expression(node: Node, texts: Mapping[Node, str], language: Language, *, is_number: bool = False) -> str:

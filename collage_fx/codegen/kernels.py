@@ -237,15 +237,10 @@ class _Flat:
             _indented(self._late_loop(known, finite=finite))
             for known, finite in (({**self.read, **kept}, True), (self.read, False))
         )
-        limit = hex(self._limit())
-        return [*first, f"if (__builtin_expect(largest < {limit}u, 1)) {{", *quick, "} else {", *careful, "}"]
-
-    def _limit(self) -> int:
         of_inputs = {node.meta["val"].dtype for node in self.elements.inputs}
         dtypes = of_inputs.union(*(node.args for node in self.elements.nodes if node.target in ON_GRID))
-        return min(
-            (limit for dtype, limit in LIMITS.items() if dtype in dtypes), default=min(LIMITS.values())
-        )
+        limit = hex(min([LIMITS[dtype] for dtype in LIMITS if dtype in dtypes] or LIMITS.values()))
+        return [*first, f"if (__builtin_expect(largest < {limit}u, 1)) {{", *quick, "} else {", *careful, "}"]
 
     def _early_loops(self) -> list[str]:
         """Write the loops that compute early values, keep some, and note the largest magnitudes.

@@ -20,13 +20,7 @@ from torch.fx import GraphModule
 
 from collage_fx.errors import FailedLoweringError
 from collage_fx.graph import Reason, Reasons, copy_of, device_facts, not_taken
-from collage_fx.torch_compat import (
-    InductorFault,
-    boxed_call,
-    inductor_compile_inner,
-    inductor_config,
-    inductor_faults,
-)
+from collage_fx.torch_compat import InductorFault, boxed_call, inductor_compile_inner, inductor_config
 
 #: Ways to compile a graph, the fastest code first: descriptions and context managers.
 WAYS: tuple[tuple[str, Callable[[], AbstractContextManager[Any]]], ...] = (
@@ -53,16 +47,16 @@ class Attempt(NamedTuple):
 def inductors_faults() -> Iterator[None]:
     """Context manager: raise InductorFault for a fault of Inductor, FailedLoweringError for one of ours."""
     try:
-        with inductor_faults():
-            yield
-    except InductorFault as fault:
+        yield
+    except Exception as error:
+        fault = InductorFault(error)
         if not fault.ours:
-            raise
+            raise fault from error
         raise FailedLoweringError(
             f"code of collage_fx that Inductor calls failed: {fault}",
             where=fault.ours,
             remedy="this is a bug in collage_fx; please report it with the traceback",
-        ) from fault.__cause__
+        ) from error
 
 
 def compile_somehow(gm: GraphModule, inputs: Sequence[Any], **options: Any) -> Attempt:

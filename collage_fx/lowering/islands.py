@@ -81,7 +81,10 @@ class _Cut:
         self._level: dict[Node, int] = {}
         self._inlined: dict[Node, int] = {}
         for node in self._nodes:
-            self._describe(node)
+            space = None if self._is_input(node) else self._space_of_printable(node)
+            self._is_printable[node] = space is not None
+            is_number_of_part = not self._is_input(node) and self._is_summed(node)
+            self._space[node] = NUMBERS if is_number_of_part else _layout(node) if space is None else space
         if on_device:
             self._leave_to_inductor()
         for node in self._nodes:
@@ -127,15 +130,6 @@ class _Cut:
         lower = {value for value in self._kept if self._level[value] < level and value not in results}
         part = Part(tuple(stores), tuple(results), frozenset({*self._part.given, *lower}))
         return replace(part, given=part.given & set(nodes_of(part)))
-
-    def _describe(self, node: Node) -> None:
-        """Find the space of a value, and whether the value is printable."""
-        if self._is_input(node):
-            self._space[node], self._is_printable[node] = _layout(node), False
-            return
-        space = self._space_of_printable(node)
-        self._is_printable[node] = space is not None
-        self._space[node] = NUMBERS if self._is_summed(node) else _layout(node) if space is None else space
 
     def _leave_to_inductor(self) -> None:
         """Make islands of the printable values that an island is computed from and that read an island."""

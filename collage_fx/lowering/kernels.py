@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.fx import Graph, GraphModule
+from torch.fx import GraphModule
 
 from collage_fx import codegen
 from collage_fx.codegen import NoSpelling
@@ -129,7 +129,11 @@ def printed(rule: Rule) -> Kernel | Reason:
         inputs = [node.meta["val"] for node in placeholders(gm.graph)]
         try:
             if rule.is_tabled:
-                return _launched(rule, gm.graph, inputs)
+                function = codegen.table_kernel(gm.graph, rule.width if rule.flat else 0, rule.device)
+                function.begin()
+                note_generated_code([function.source[True]])
+                columns, sums = _columns(rule, inputs, function.arguments), tuple(rule.totals.items())
+                return Kernel(None, function, columns, device=rule.device, width=rule.width, sums=sums)
             if rule.flat:
                 source = codegen.flat_kernel(gm.graph, rule.width)
             else:
@@ -138,15 +142,6 @@ def printed(rule: Rule) -> Kernel | Reason:
             language = "Triton" if rule.is_tabled else "C++"
             return Reason(f"printed {language} has no {error}", rule.operations)
     return _loaded(rule, source, inputs)
-
-
-def _launched(rule: Rule, graph: Graph, inputs: Sequence[Any]) -> Kernel:
-    """Print the kernel of a rule on a GPU, which is launched once for all tensors."""
-    function = codegen.table_kernel(graph, rule.width if rule.flat else 0, rule.device)
-    function.begin()
-    note_generated_code([function.source[True]])
-    columns, sums = _columns(rule, inputs, function.arguments), tuple(rule.totals.items())
-    return Kernel(None, function, columns, device=rule.device, width=rule.width, sums=sums)
 
 
 def _loaded(rule: Rule, source: str, inputs: Sequence[Any]) -> Kernel | Reason:
@@ -185,7 +180,10 @@ def fault_of_library() -> InductorFault | None:
 
 
 def _columns(rule: Rule, inputs: Sequence[Any], arguments: Sequence[int]) -> tuple[Column, ...]:
-    """Return the columns of a function's arguments, of which ``inputs`` has the values in a trace."""
+    """Return the columns of a function's arguments, of which ``inputs`` has the values in a trace.
+
+    The address of a number, or of values of rows or columns, stays the same for each piece of a tensor.
+    """
     kinds = rule.totals
     if rule.flat:
         kinds[0] = codegen.LENGTH
@@ -197,9 +195,11 @@ def _columns(rule: Rule, inputs: Sequence[Any], arguments: Sequence[int]) -> tup
     def column(argument: int) -> Column:
         if argument in kinds:
             return Column(kinds[argument])
-        is_of_host = devices.get(argument) == HOST != rule.device
-        itemsize = inputs[argument].dtype.itemsize
-        return Column(bytes_of_a_unit(rule, inputs[argument]), itemsize if is_of_host else 0)
+        value: Tensor = inputs[argument]
+        itemsize, is_of_host = value.dtype.itemsize, devices.get(argument) == HOST != rule.device
+        stays = value.dim() == 0 or (rule.columns and 1 in tuple(value.shape))
+        of_unit = value.shape[1] if value.dim() == 2 and rule.width > 1 else 1
+        return Column(0 if stays else itemsize * of_unit, itemsize if is_of_host else 0)
 
     return tuple(map(column, arguments))
 
@@ -264,11 +264,3 @@ def _compiled_for_stacks(rule: Rule, why: Reason, stacked: tuple[bool, ...]) -> 
     if scope.has_guards(below=LONGEST):
         return Reason("a kernel would not hold for every number of tensors", why.node)
     return replace(made, most_members=most)
-
-
-def bytes_of_a_unit(rule: Rule, value: Tensor) -> int:
-    """Return the bytes of a tensor for each unit of a rule's length; 0 if its address stays the same."""
-    if rule.columns and 1 in tuple(value.shape):
-        return 0
-    of_unit = value.shape[1] if value.dim() == 2 and rule.width > 1 else 1
-    return value.dtype.itemsize * of_unit if value.dim() > 0 else 0

@@ -7,7 +7,6 @@ process, which is what Inductor's cache goes by.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -32,10 +31,20 @@ def graph_of(rule: Rule, scope: SymbolicScope, hint: int) -> GraphModule:
     if rule.columns:
         _input(graph, "columns", scope.tensor((), (), torch.int64, rule.device))
     sizes: dict[Symbol, Any] = {Symbol.LENGTH: length, Symbol.COLUMNS: columns, Symbol.FIRST: first}
+    numbers = {kind: each.meta["val"] if isinstance(each, Node) else each for kind, each in sizes.items()}
     made: dict[int, Node] = {}
     for i, line in enumerate(rule.lines):
-        if line.target is None:
-            made[i] = _input(graph, f"in{i}", _value_of_input(rule, line.args, scope, f"s{i}", sizes))
+        if line.target is not None:
+            continue
+        if len(line.args) == 1:
+            value = scope.number(f"s{i}", 3 if line.args[0] is torch.SymInt else 0.3)
+        else:
+            dtype, device, *layout = line.args
+            if rule.independent and not layout[0]:
+                device = rule.device  # where a number of the host is by then
+            size, stride = pytree.tree_map_only(Symbol, numbers.__getitem__, layout)
+            value = scope.tensor(size, stride, dtype, device)
+        made[i] = _input(graph, f"in{i}", value)
     results = [_input(graph, f"out{i}", None) for i, store in enumerate(rule.stores) if store[0] is None]
     for i, line in enumerate(rule.lines):
         if line.target is None:
@@ -60,49 +69,35 @@ def graph_of(rule: Rule, scope: SymbolicScope, hint: int) -> GraphModule:
 
 
 def _use_rest(graph: Graph) -> None:
-    """Replace traces of ``arithmetic.rest`` by the operator ``rest``, whose code is shorter."""
+    """Replace traces of ``arithmetic.rest`` by the operator ``rest``, whose code is shorter.
+
+    They are ``where(abs(hi) < inf, value - hi, 0)``.
+    """
     for node in graph.find_nodes(op="call_function", target=aten.where.self):
-        if (operands := _operands_of_rest(*node.args)) is not None:
+        operands: tuple[Any, ...] = node.args
+        finite, difference, zero = operands
+        if not all(isinstance(each, Node) for each in operands) or difference.kwargs:
+            continue
+        if (difference.target, finite.target) != (aten.sub.Tensor, aten.lt.Scalar):
+            continue
+        (value, hi), (size, limit) = difference.args, finite.args
+        is_rest = (
+            (limit == math.inf and isinstance(size, Node))
+            and (size.target, size.args) == (aten.abs.default, (hi,))
+            and (zero.target is aten.full.default and zero.args[1] == 0)
+            and (isinstance(value, Node) and isinstance(hi, Node))
+            and value.meta["val"].dtype == hi.meta["val"].dtype == torch.float32
+            and value.meta["val"].shape == hi.meta["val"].shape
+        )
+        if is_rest:
             with graph.inserting_before(node):
-                made = graph.call_function(REST, operands)
+                made = graph.call_function(REST, (value, hi))
             made.meta["val"] = node.meta["val"]
             node.replace_all_uses_with(made)
     graph.eliminate_dead_code()
-
-
-def _operands_of_rest(finite: Any, difference: Any, zero: Any) -> tuple[Node, Node] | None:
-    """Return ``value`` and ``hi`` of ``where(abs(hi) < inf, value - hi, 0)``; None for another ``where``."""
-    if not all(isinstance(node, Node) for node in (finite, difference, zero)):
-        return None
-    if difference.target is not aten.sub.Tensor or difference.kwargs:
-        return None
-    value, hi = difference.args
-    is_rest = (
-        (finite.target, finite.args[1:]) == (aten.lt.Scalar, (math.inf,))
-        and isinstance(magnitude := finite.args[0], Node)
-        and (magnitude.target, magnitude.args) == (aten.abs.default, (hi,))
-        and zero.target is aten.full.default
-        and zero.args[1] == 0
-        and all(isinstance(each, Node) and each.meta["val"].dtype == torch.float32 for each in (value, hi))
-        and value.meta["val"].shape == hi.meta["val"].shape
-    )
-    return (value, hi) if is_rest else None
 
 
 def _input(graph: Graph, name: str, value: Any) -> Node:
     node = graph.placeholder(name)
     node.meta["val"] = value
     return node
-
-
-def _value_of_input(
-    rule: Rule, layout: tuple[Any, ...], scope: SymbolicScope, name: str, sizes: Mapping[Symbol, Any]
-) -> Any:
-    if len(layout) == 1:
-        return scope.number(name, 3 if layout[0] is torch.SymInt else 0.3)
-    dtype, device, *size_and_stride = layout
-    if rule.independent and not layout[2]:
-        device = rule.device  # where a number of the host is by then
-    numbers = {kind: each.meta["val"] if isinstance(each, Node) else each for kind, each in sizes.items()}
-    size, stride = pytree.tree_map_only(Symbol, numbers.__getitem__, size_and_stride)
-    return scope.tensor(size, stride, dtype, device)

@@ -6,9 +6,10 @@ Note [One kernel for equal parts] (``rules.py``) say what parts and equal parts 
 
 from __future__ import annotations
 
+import itertools
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -58,7 +59,7 @@ def lower_in_parts(gm: GraphModule, *, always: bool = False) -> Plan | Reason:
         wave = 1 + max(earlier, default=-1)
         made |= dict.fromkeys(part.results, wave)
         last_read |= dict.fromkeys(rule.operands, wave)
-        planned.append(_Planned(part, rule, kernel, wave))
+        planned.append((part, rule, kernel, wave))
     return _plan(gm, planned)
 
 
@@ -85,26 +86,20 @@ def rules_of(gm: GraphModule, *, always: bool = False) -> list[tuple[Part, Rule]
     return rules
 
 
-@dataclass(frozen=True)
-class _Planned:
-    """Part of the step with its rule, the rule's kernel, and the wave in which it is called."""
-
-    part: Part
-    rule: Rule
-    kernel: Kernel
-    wave: int
+#: Part of a step with its rule, the rule's kernel, and the wave in which it is called.
+_Planned = tuple[Part, Rule, Kernel, int]
 
 
 def _plan(gm: GraphModule, planned: Sequence[_Planned]) -> Plan:
     """Give each value of a step an index in one list, and write the calls in terms of these indices."""
     outputs = list(pytree.tree_leaves(gm.graph.output_node().args))
     arguments = placeholders(gm.graph)
-    lengths = list(dict.fromkeys(each.rule.length for each in planned if each.rule.flat))
-    placed = list(dict.fromkeys(each.rule.device for each in planned if each.rule.is_placed))
+    lengths = list(dict.fromkeys(rule.length for _, rule, *_ in planned if rule.flat))
+    placed = list(dict.fromkeys(rule.device for _, rule, *_ in planned if rule.is_placed))
     attributes = list(gm.graph.find_nodes(op="get_attr"))
-    results = list(dict.fromkeys(value for each in planned for value in each.part.results))
+    results = list(dict.fromkeys(value for part, *_ in planned for value in part.results))
     numbers = _numbers(gm.graph, outputs)
-    columns = list(dict.fromkeys(each.rule.columns for each in planned if each.rule.columns))
+    columns = list(dict.fromkeys(rule.columns for _, rule, *_ in planned if rule.columns))
     given = [*((FIRST, device) for device in placed), *((COLUMNS, number) for number in columns)]
     values: list[Any] = [*arguments, *lengths, *given, *attributes, *results, *numbers]
     indices = {value: index for index, value in enumerate(values)}
@@ -112,14 +107,14 @@ def _plan(gm: GraphModule, planned: Sequence[_Planned]) -> Plan:
     def operand(argument: Any) -> Any:
         return ValueIndex(indices[argument]) if isinstance(argument, Node) else argument
 
-    def call(each: _Planned) -> Call:
-        length = [indices[each.rule.length]] if each.rule.flat else []
-        place = [indices[FIRST, each.rule.device]] if each.rule.is_placed else []
-        place += [indices[COLUMNS, each.rule.columns]] if each.rule.columns else []
-        inputs = [indices[node] for node in (*each.rule.operands, *each.part.results)]
-        stored = [indices[store.all_input_nodes[0]] for store in each.part.stores]
-        written = (*stored, *(indices[value] for value in each.part.results))
-        return Call(each.kernel, (*length, *place, *inputs), each.wave, each.rule.length, written)
+    def call(part: Part, rule: Rule, kernel: Kernel, wave: int) -> Call:
+        length = [indices[rule.length]] if rule.flat else []
+        place = [indices[FIRST, rule.device]] if rule.is_placed else []
+        place += [indices[COLUMNS, rule.columns]] if rule.columns else []
+        inputs = [indices[node] for node in (*rule.operands, *part.results)]
+        stored = [indices[store.all_input_nodes[0]] for store in part.stores]
+        written = (*stored, *(indices[value] for value in part.results))
+        return Call(kernel, (*length, *place, *inputs), wave, rule.length, written)
 
     returned = [node.args[0] if node is not None and is_copy_to_input(node) else node for node in outputs]
     memory = [result.meta["val"] for result in results]
@@ -133,24 +128,21 @@ def _plan(gm: GraphModule, planned: Sequence[_Planned]) -> Plan:
         ],
         [(tuple(v.shape), tuple(v.stride()), v.dtype, v.device) for v in memory],
         [(node.target, tuple(map(operand, node.args))) for node in numbers],  # type: ignore[misc]
-        list(map(call, planned)),
+        list(itertools.starmap(call, planned)),
         [None if value is None else indices[value] for value in returned],
     )
 
 
 def _numbers(graph: Graph, outputs: Sequence[Any]) -> list[Node]:
     """Return the nodes that compute the symbolic numbers among a graph's outputs, operands first."""
-    wanted = set(filter(_is_computed_in_python, outputs))
-    wanted |= reached(wanted, lambda node: filter(_is_computed_in_python, node.all_input_nodes))
+
+    def is_computed(value: Any) -> bool:
+        is_call = isinstance(value, Node) and value.op == "call_function"
+        return is_call and isinstance(value.meta["val"], (torch.SymInt, torch.SymFloat))
+
+    wanted = set(filter(is_computed, outputs))
+    wanted |= reached(wanted, lambda node: filter(is_computed, node.all_input_nodes))
     return [node for node in graph.nodes if node in wanted]
-
-
-def _is_computed_in_python(value: Any) -> bool:
-    return (
-        isinstance(value, Node)
-        and value.op == "call_function"
-        and isinstance(value.meta["val"], (torch.SymInt, torch.SymFloat))
-    )
 
 
 def repeated(plan: Plan, repetition: Repetition) -> Plan | Reason:

@@ -188,7 +188,7 @@ class _Stacking:
             stack = self._stack_of(column, layout, kernel.device)
             values.append(stack.index)
             if is_new and not stack.members:
-                copying = Kernel(_copy_into_stack, device=kernel.device)
+                copying = Kernel(lambda v: torch.stack(v[:-1], out=v[-1]), device=kernel.device)
                 instead.append(Call(copying, (*column, stack.index), wave - 1, 0, (stack.index,)))
         instead.append(Call(of_stacks, tuple(values), wave, 0, tuple(values[operands:])))
         self._instead |= {**{i: [] for i in group}, group[0]: instead}
@@ -220,9 +220,3 @@ def _layout_of_stack(members: Any, layout: tuple[Any, ...], device: torch.device
     size, stride, dtype, at = layout
     apart = max(1, math.prod(size)) if at == device else WORD // dtype.itemsize
     return (members, *size), (apart, *stride), dtype, device
-
-
-def _copy_into_stack(values: list[Any]) -> None:
-    """Copy tensors into the stack behind them."""
-    *members, stack = values
-    torch.stack(members, out=stack)

@@ -76,8 +76,10 @@ class _Rewriter:
             views = [each for each in operands if not each.meta["val"].is_contiguous()]
             node = self._applied(node, {view: self._copied(view) for view in views})
         if (source := _transposed(node)) is not None:
-            tensor = _transposed(source)
-            return tensor if tensor is not None and _orders_cancel(source, node) else self._once(node)
+            tensor, dimensions = _transposed(source), range(node.meta["val"].dim())
+            if tensor is not None and [_order(source)[i] for i in _order(node)] == [*dimensions]:
+                return tensor  # a transposed view of a transposed view
+            return self._once(node)
         if is_total(node) and (tensor := _transposed(node.all_input_nodes[0])) is not None:
             return self._applied(node, {node.all_input_nodes[0]: tensor})
         operands = _elements(node)
@@ -140,11 +142,6 @@ def _order(view: Node) -> list[int]:
     first, second = cast("tuple[int, int]", pair)
     dimensions[first], dimensions[second] = dimensions[second], dimensions[first]
     return dimensions
-
-
-def _orders_cancel(inner: Node, outer: Node) -> bool:
-    """Return whether a transposed view of a transposed view is the tensor."""
-    return [_order(inner)[i] for i in _order(outer)] == sorted(_order(outer))
 
 
 def _elements(node: Node) -> list[Node]:

@@ -75,7 +75,6 @@ if TYPE_CHECKING or is_used(__name__):
             generated_code,
             inductor_compile_as_it_is,
             inductor_compile_inner,
-            inductor_faults,
             innermost_callable,
             mode_options,
             note_generated_code,

@@ -140,15 +140,6 @@ class InductorFault(Exception):
         self.is_by_compiler = isinstance(error, CppCompileError)
 
 
-@contextlib.contextmanager
-def inductor_faults() -> Iterator[None]:
-    """Context manager: turn an exception of Inductor into an :class:`InductorFault`, with its cause."""
-    try:
-        yield
-    except Exception as error:
-        raise InductorFault(error) from error
-
-
 def _ours(error: BaseException) -> str:
     """Return file and line of this package at which an error began; empty if it began in torch.
 
