@@ -626,18 +626,16 @@ def _restore_table(optimizer: Optimizer, saved: Saved, load: _Load | None) -> No
             _put_beside(tensor, auxiliaries, name, claims, None)
 
 
-def _unflattening(unflatten: Callable[..., StateDict]) -> Callable[..., StateDict]:
-    """Wrap torch's function for flat state dicts, which looks only for names of existing state."""
-
-    def with_error_terms(optim: Optimizer, state_dict: StateDict, *args: Any, **kwargs: Any) -> StateDict:
-        unflattened = unflatten(optim, state_dict, *args, **kwargs)
-        for name, entries in unflattened["state"].items():
-            prefix = f"state.{name}."
-            ours = (key for key in state_dict if key.startswith(prefix + PREFIX))
-            entries.update({key.removeprefix(prefix): state_dict[key] for key in ours})
-        return unflattened
-
-    return with_error_terms
+def _unflattening(
+    unflatten: Callable[..., StateDict], optim: Optimizer, state_dict: StateDict, *args: Any, **kwargs: Any
+) -> StateDict:
+    """Replace torch's function for flat state dicts, which looks only for names of existing state."""
+    unflattened = unflatten(optim, state_dict, *args, **kwargs)
+    for name, entries in unflattened["state"].items():
+        prefix = f"state.{name}."
+        ours = (key for key in state_dict if key.startswith(prefix + PREFIX))
+        entries.update({key.removeprefix(prefix): state_dict[key] for key in ours})
+    return unflattened
 
 
 wrap_flat_states(_unflattening)

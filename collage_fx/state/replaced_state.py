@@ -310,18 +310,14 @@ def _settle_read(tensor: Tensor) -> None:
 settle_before_reading(_settle_read)
 
 
-def _with_claims(load_state_dict: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap ``Module.load_state_dict``: error terms are kept beside the values of the last step alone."""
-
-    def with_claims(self: Module, *args: Any, **kwargs: Any) -> Any:
-        claims = Claims()
-        for name, tensor in chain(self.named_parameters(), self.named_buffers()):
-            record = record_of(tensor)
-            if record is not None and record.claim is None:
-                claims.add(name, record, fingerprint(_hi_of_last_step(tensor), record.auxiliaries))
-        return load_state_dict(self, *args, **kwargs)
-
-    return with_claims
+def _with_claims(load_state_dict: Callable[..., Any], self: Module, *args: Any, **kwargs: Any) -> Any:
+    """Replace ``Module.load_state_dict``: error terms are kept beside the values of the last step alone."""
+    claims = Claims()
+    for name, tensor in chain(self.named_parameters(), self.named_buffers()):
+        record = record_of(tensor)
+        if record is not None and record.claim is None:
+            claims.add(name, record, fingerprint(_hi_of_last_step(tensor), record.auxiliaries))
+    return load_state_dict(self, *args, **kwargs)
 
 
 wrap_loading_of_modules(_with_claims)

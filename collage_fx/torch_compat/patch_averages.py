@@ -39,28 +39,27 @@ _equal_average: Average = get_swa_avg_fn()
 
 
 def install() -> None:
-    """Wrap ``AveragedModel.update_parameters``."""
+    """Replace ``AveragedModel.update_parameters``."""
     AVERAGES.install(_updating)
 
 
 def _updating(
     update_parameters: Callable[[AveragedModel, torch.nn.Module], None],
-) -> Callable[[AveragedModel, torch.nn.Module], None]:
-    def with_stores_in_one_frame(self: AveragedModel, model: torch.nn.Module) -> None:
-        if self.n_averaged == 0:
-            update_parameters(self, model)
-            return _copy_each(*(_averaged(each, self.use_buffers) for each in (self.module, model)))
-        is_on_cpu = all(p.device.type == "cpu" for p in self.parameters())
-        average = self.avg_fn or (_equal_average if is_on_cpu else None)
-        if self.multi_avg_fn is not None or average is None:
-            return update_parameters(self, model)
-        self.multi_avg_fn = functools.partial(_average_each, average)
-        try:
-            update_parameters(self, model)
-        finally:
-            self.multi_avg_fn = None
-
-    return with_stores_in_one_frame
+    self: AveragedModel,
+    model: torch.nn.Module,
+) -> None:
+    if self.n_averaged == 0:
+        update_parameters(self, model)
+        return _copy_each(*(_averaged(each, self.use_buffers) for each in (self.module, model)))
+    is_on_cpu = all(p.device.type == "cpu" for p in self.parameters())
+    average = self.avg_fn or (_equal_average if is_on_cpu else None)
+    if self.multi_avg_fn is not None or average is None:
+        return update_parameters(self, model)
+    self.multi_avg_fn = functools.partial(_average_each, average)
+    try:
+        update_parameters(self, model)
+    finally:
+        self.multi_avg_fn = None
 
 
 def _averaged(model: torch.nn.Module, use_buffers: bool) -> list[Tensor]:

@@ -173,22 +173,21 @@ def watch_conversions(watch: Watch) -> None:
         finally:
             patch_optimizers.tracing_whole.reset(token)
 
-    def converting(original: Callable[..., Any]) -> Callable[..., Any]:
-        def convert_frame_assert(compiler_fn: Any, *args: Any, **kwargs: Any) -> Any:
-            convert = original(compiler_fn, *args, **kwargs)
-            backend, keywords = backend_within(compiler_fn)
-            if not watch.is_watched(backend):
-                return convert
-            if (function := _given_to_compile()) is not None:
-                for code in optim_frames.codes_of(function):
-                    records.put(code, _IsGiven())
-                watch.handed_over(backend, keywords, function)
-            return _Watched(convert, watched)
+    def convert_frame_assert(
+        original: Callable[..., Any], compiler_fn: Any, *args: Any, **kwargs: Any
+    ) -> Any:
+        convert = original(compiler_fn, *args, **kwargs)
+        backend, keywords = backend_within(compiler_fn)
+        if not watch.is_watched(backend):
+            return convert
+        if (function := _given_to_compile()) is not None:
+            for code in optim_frames.codes_of(function):
+                records.put(code, _IsGiven())
+            watch.handed_over(backend, keywords, function)
+        return _Watched(convert, watched)
 
-        return convert_frame_assert
-
-    CONVERSIONS.install(converting)
-    COMPILED_CALLS.install(functools.partial(_deciding, watch))
+    CONVERSIONS.install(convert_frame_assert)
+    COMPILED_CALLS.install(functools.partial(_decide, watch))
 
 
 class _Watched:
@@ -227,11 +226,11 @@ def _is_not_to_be_converted() -> bool:
 def _patched(watch: Watch, code: CodeType, variables: Mapping[str, Any]) -> Iterator[None]:
     """Context manager: all patches that a conversion for this backend needs."""
 
-    def has_tensor(original: Callable[[Any], bool]) -> Callable[[Any], bool]:
-        return lambda frame: (frame.f_code is code and _may_update(code, variables)) or original(frame)
+    def has_tensor(original: Callable[[Any], bool], frame: Any) -> bool:
+        return (frame.f_code is code and _may_update(code, variables)) or original(frame)
 
-    def text_without_elements(original: Callable[..., str]) -> Callable[..., str]:
-        return lambda x, **_: f"tensor(..., device='{x.device}', size={tuple(x.shape)}, dtype={x.dtype})"
+    def text_without_elements(original: Callable[..., str], x: torch.Tensor, **_: Any) -> str:
+        return f"tensor(..., device='{x.device}', size={tuple(x.shape)}, dtype={x.dtype})"
 
     with (
         _fewer_objects_to_look_at(),
@@ -342,7 +341,11 @@ def is_compiling_forbidden() -> bool:
     return bool(dynamo_config.disable) or COMPILED_CALLS.replaced(unchanged) is not unchanged
 
 
-def _deciding(watch: Watch, original: Callable[[Any], Any]) -> Callable[[Any], Any]:
+#: Since torch 2.13, fullgraph=True counts compiled frames; a negative count means "do not count".
+_count_compiled = getattr(eval_frame, "set_fullgraph_compiled_frame_count", lambda count: None)
+
+
+def _decide(watch: Watch, original: Callable[[Any], Any], callback: Any) -> Any:
     """Decide whether Dynamo handles a call of a function that ``torch.compile`` returned.
 
     Otherwise the original function runs, and an optimizer's step hooks take care of the step. Dynamo handles
@@ -355,30 +358,24 @@ def _deciding(watch: Watch, original: Callable[[Any], Any]) -> Callable[[Any], A
       a step calls after its hooks, because then the step can no longer be taken in another way.
     - ``"eager_then_compile"``: the first call is compiled. ``"fail_on_recompile"``: as in torch.
     """
-    # Since torch 2.13, fullgraph=True counts compiled frames; a negative count means "do not count".
-    count_compiled = getattr(eval_frame, "set_fullgraph_compiled_frame_count", lambda count: None)
-
-    def callback_from_stance(callback: Any) -> Any:
-        if watch.is_recording():
-            count_compiled(-1)
-            return None
-        if not callback:
-            return original(callback)
-        watch.before_call(optim_frames.compiler_within(callback))
-        chosen = original(callback)
-        if chosen is callback and not dynamo_config.disable:
-            return chosen
-        if watch.request_of(*backend_within(callback)) is None:
-            return chosen
-        if chosen is False:
-            return _Watched(callback, _converting_within_steps)
-        is_forbidden = chosen is None or chosen is callback
-        if is_forbidden or watch.request_of(*backend_within(chosen)) is None:
-            count_compiled(-1)
-            return None
-        return chosen if chosen.__name__ == "fail_callback" else callback
-
-    return callback_from_stance
+    if watch.is_recording():
+        _count_compiled(-1)
+        return None
+    if not callback:
+        return original(callback)
+    watch.before_call(optim_frames.compiler_within(callback))
+    chosen = original(callback)
+    if chosen is callback and not dynamo_config.disable:
+        return chosen
+    if watch.request_of(*backend_within(callback)) is None:
+        return chosen
+    if chosen is False:
+        return _Watched(callback, _converting_within_steps)
+    is_forbidden = chosen is None or chosen is callback
+    if is_forbidden or watch.request_of(*backend_within(chosen)) is None:
+        _count_compiled(-1)
+        return None
+    return chosen if chosen.__name__ == "fail_callback" else callback
 
 
 def _converting_within_steps(convert: Callable[..., Any], frame: Any, *args: Any, **kwargs: Any) -> Any:

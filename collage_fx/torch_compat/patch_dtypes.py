@@ -59,41 +59,39 @@ def tracing_several_dtypes() -> Iterator[None]:
         yield
 
 
-def _without_other_gradients(from_tensor: Callable[..., Any]) -> Callable[..., Any]:
-    def faked(self: Any, tensor: Tensor, *args: Any, **keywords: Any) -> Any:
-        gradient = tensor.grad if tensor.is_leaf else None
-        if gradient is None or gradient.dtype is tensor.dtype:
-            return from_tensor(self, tensor, *args, **keywords)
-        tensor.grad = None
-        try:
-            return from_tensor(self, tensor, *args, **keywords)
-        finally:
-            tensor.grad = gradient
+def _without_other_gradients(
+    from_tensor: Callable[..., Any], self: Any, tensor: Tensor, *args: Any, **keywords: Any
+) -> Any:
+    gradient = tensor.grad if tensor.is_leaf else None
+    if gradient is None or gradient.dtype is tensor.dtype:
+        return from_tensor(self, tensor, *args, **keywords)
+    tensor.grad = None
+    try:
+        return from_tensor(self, tensor, *args, **keywords)
+    finally:
+        tensor.grad = gradient
 
-    return faked
 
-
-def _with_ends_of_one_dtype(call_function: Callable[..., None]) -> Callable[..., None]:
-    def called(self: Any, fn: Any, args: list[Any], kwargs: dict[str, Any]) -> None:
-        name = fn.name if type(fn).__name__ == "GetAttrVariable" else ""
-        if name in ("lerp", "lerp_") and args:
-            start, end = fn.obj.realize(), args[0].realize()
-            if start.is_tensor() and end.is_tensor() and start.dtype is not end.dtype:
-                dtype = start.dtype if name == "lerp_" else torch.promote_types(start.dtype, end.dtype)
-                start, end = (_converted(self, each, dtype) for each in (start, end))
-                self.push(start.call_method(self, name, [end, *args[1:]], kwargs))
-                return
-        if getattr(getattr(fn, "value", None), "__name__", "") == "_foreach_lerp_":
-            named = (kwargs[each] for each in ("self", "tensors1", "weight", "weights") if each in kwargs)
-            starts, ends, weight = (each.realize() for each in (*args, *named))
-            if not (weight.is_tensor() or isinstance(weight, type(ends)) or _is_below_half(weight)):
-                for start, end in zip(starts.items, ends.items, strict=True):
-                    start.call_method(self, "lerp_", [end, weight], {})
-                self.push(VariableTracker.build(self, None))
-                return
-        call_function(self, fn, args, kwargs)
-
-    return called
+def _with_ends_of_one_dtype(
+    call_function: Callable[..., None], self: Any, fn: Any, args: list[Any], kwargs: dict[str, Any]
+) -> None:
+    name = fn.name if type(fn).__name__ == "GetAttrVariable" else ""
+    if name in ("lerp", "lerp_") and args:
+        start, end = fn.obj.realize(), args[0].realize()
+        if start.is_tensor() and end.is_tensor() and start.dtype is not end.dtype:
+            dtype = start.dtype if name == "lerp_" else torch.promote_types(start.dtype, end.dtype)
+            start, end = (_converted(self, each, dtype) for each in (start, end))
+            self.push(start.call_method(self, name, [end, *args[1:]], kwargs))
+            return
+    if getattr(getattr(fn, "value", None), "__name__", "") == "_foreach_lerp_":
+        named = (kwargs[each] for each in ("self", "tensors1", "weight", "weights") if each in kwargs)
+        starts, ends, weight = (each.realize() for each in (*args, *named))
+        if not (weight.is_tensor() or isinstance(weight, type(ends)) or _is_below_half(weight)):
+            for start, end in zip(starts.items, ends.items, strict=True):
+                start.call_method(self, "lerp_", [end, weight], {})
+            self.push(VariableTracker.build(self, None))
+            return
+    call_function(self, fn, args, kwargs)
 
 
 def _is_below_half(weight: Any) -> bool:

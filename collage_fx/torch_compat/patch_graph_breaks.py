@@ -68,18 +68,15 @@ def watching_graph_breaks(
     converted, which may have called the function with the break. A ``ShortenTraceback`` reaches the user.
     """
 
-    def watching(original: Callable[..., None]) -> Callable[..., None]:
-        def watched(self: Any, code_options: Any, reason: str, exc: Any) -> None:
-            is_torchs_own = is_in_torchs_optimizer(self.f_code) and _is_called_by_torchs_optimizer(exc)
-            if not is_torchs_own:
-                # Dynamo resumes after a break, unless it is in a loop or in some blocks.
-                rest = self.f_locals if "kipping the " in str(reason) else None
-                watch(self.f_code, _describe_graph_break(self, exc, rest))
-            original(self, code_options, reason, exc)
+    def watched(original: Callable[..., None], self: Any, code_options: Any, reason: str, exc: Any) -> None:
+        is_torchs_own = is_in_torchs_optimizer(self.f_code) and _is_called_by_torchs_optimizer(exc)
+        if not is_torchs_own:
+            # Dynamo resumes after a break, unless it is in a loop or in some blocks.
+            rest = self.f_locals if "kipping the " in str(reason) else None
+            watch(self.f_code, _describe_graph_break(self, exc, rest))
+        original(self, code_options, reason, exc)
 
-        return watched
-
-    return GRAPH_BREAKS.entered(watching)
+    return GRAPH_BREAKS.entered(watched)
 
 
 def _is_called_by_torchs_optimizer(cause: Any) -> bool:

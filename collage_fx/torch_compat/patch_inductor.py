@@ -34,12 +34,21 @@ def without_patterns() -> contextlib.AbstractContextManager[None]:
 
     Creating them takes a second, once per process; the first graph of another backend does it.
     """
-    return PATTERNS.entered(lambda original: lambda *args: None)
+    return PATTERNS.entered(lambda original, *args: None)
 
 
 def without_triton() -> contextlib.AbstractContextManager[None]:
     """Context manager: compile Triton kernels of Inductor when they are first run, if ever."""
-    return LOADED_KERNELS.entered(_deferring)
+
+    def triton(original: Callable[..., Any], *given: Any, **options: Any) -> Any:
+        @functools.cache
+        def kernel() -> Any:
+            made = original(*given, **options)
+            return made.result() if hasattr(made, "result") else made
+
+        return SimpleNamespace(run=lambda *arguments, **named: kernel().run(*arguments, **named))
+
+    return LOADED_KERNELS.entered(triton)
 
 
 #: Text in the source of a kernel that allows, or forbids, LLVM to fuse a product and a sum.
@@ -52,23 +61,10 @@ def without_contraction() -> contextlib.AbstractContextManager[None]:
     Otherwise bits would depend on an element's position in its block: LLVM chooses, for each element of a
     thread, which of two products to fuse with the addition.
     """
-    return LOADED_KERNELS.entered(_rounding_products)
 
-
-def _rounding_products(original: Callable[..., Any]) -> Callable[..., Any]:
-    def triton(self: Any, kernel_name: str, source_code: str, device_str: str = "cuda") -> Any:
+    def triton(
+        original: Callable[..., Any], self: Any, kernel_name: str, source_code: str, device_str: str = "cuda"
+    ) -> Any:
         return original(self, kernel_name, source_code.replace(CONTRACTS, DOES_NOT), device_str)
 
-    return triton
-
-
-def _deferring(original: Callable[..., Any]) -> Callable[..., Any]:
-    def triton(self: Any, kernel_name: str, source_code: str, device_str: str = "cuda") -> Any:
-        @functools.cache
-        def kernel() -> Any:
-            made = original(self, kernel_name, source_code, device_str)
-            return made.result() if hasattr(made, "result") else made
-
-        return SimpleNamespace(run=lambda *arguments, **named: kernel().run(*arguments, **named))
-
-    return triton
+    return LOADED_KERNELS.entered(triton)

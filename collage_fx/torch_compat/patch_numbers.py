@@ -60,14 +60,11 @@ def tracing_numbers() -> Iterator[None]:
         yield
 
 
-def _as_numbers_of_python(wrap: Callable[..., Any]) -> Callable[..., Any]:
-    def wrapped(self: Any, value: Any) -> Any:
-        if _is_of_numpy(value) and sources.is_from_optimizer_source(self.source):
-            source = sources.CallFunctionNoArgsSource(sources.AttrSource(self.source, "item"))
-            return type(self)(self.tx, source)(value.item())
-        return wrap(self, value)
-
-    return wrapped
+def _as_numbers_of_python(wrap: Callable[..., Any], self: Any, value: Any) -> Any:
+    if _is_of_numpy(value) and sources.is_from_optimizer_source(self.source):
+        source = sources.CallFunctionNoArgsSource(sources.AttrSource(self.source, "item"))
+        return type(self)(self.tx, source)(value.item())
+    return wrap(self, value)
 
 
 def _is_of_numpy(value: Any) -> bool:
@@ -76,14 +73,11 @@ def _is_of_numpy(value: Any) -> bool:
     return numpy is not None and isinstance(value, (numpy.number, numpy.bool_))
 
 
-def _inlining(original: Callable[..., Any]) -> Callable[..., Any]:
-    def call_function(self: Any, tx: Any, args: Any, kwargs: Any) -> Any:
-        is_symbolic = self.value is math.pow and not all(arg.is_python_constant() for arg in args)
-        if not is_symbolic or tx.f_code is _power.__code__:
-            return original(self, tx, args, kwargs)
-        return tx.inline_user_function_return(VariableTracker.build(tx, _power), list(args), kwargs)
-
-    return call_function
+def _inlining(original: Callable[..., Any], self: Any, tx: Any, args: Any, kwargs: Any) -> Any:
+    is_symbolic = self.value is math.pow and not all(arg.is_python_constant() for arg in args)
+    if not is_symbolic or tx.f_code is _power.__code__:
+        return original(self, tx, args, kwargs)
+    return tx.inline_user_function_return(VariableTracker.build(tx, _power), list(args), kwargs)
 
 
 def _power(x: float, y: float, /) -> float:
@@ -100,24 +94,23 @@ def keeping_numbers_symbolic(left_out: Set[str]) -> contextlib.AbstractContextMa
     ``left_out``, which become constants only if a symbol of the graph does.
     """
 
-    def restarting_only_if_burned_in(original: Callable[..., None]) -> Callable[..., None]:
-        def tensorify(gm: torch.fx.GraphModule, shape_env: Any, fake_mode: Any) -> None:
-            burned_in_before = set(TensorifyState.force_specializations)
-            try:
-                original(gm, shape_env, fake_mode)
-            except TensorifyScalarRestartAnalysis:
-                asked = TensorifyState.force_specializations - burned_in_before
-                burned_in = asked - left_out
-                if version() < (2, 13):
-                    burned_in &= {str(symbol) for symbol in shape_env.replacements}
-                kept = asked - burned_in - left_out if burned_in else asked
-                TensorifyState.force_specializations.difference_update(kept)
-                if burned_in:
-                    raise
+    def tensorify(
+        original: Callable[..., None], gm: torch.fx.GraphModule, shape_env: Any, fake_mode: Any
+    ) -> None:
+        burned_in_before = set(TensorifyState.force_specializations)
+        try:
+            original(gm, shape_env, fake_mode)
+        except TensorifyScalarRestartAnalysis:
+            asked = TensorifyState.force_specializations - burned_in_before
+            burned_in = asked - left_out
+            if version() < (2, 13):
+                burned_in &= {str(symbol) for symbol in shape_env.replacements}
+            kept = asked - burned_in - left_out if burned_in else asked
+            TensorifyState.force_specializations.difference_update(kept)
+            if burned_in:
+                raise
 
-        return tensorify
-
-    return SYMBOLIC_FLOATS.entered(restarting_only_if_burned_in)
+    return SYMBOLIC_FLOATS.entered(tensorify)
 
 
 class BurnedIn(Exception):

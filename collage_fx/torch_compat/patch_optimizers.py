@@ -16,7 +16,7 @@ from torch._dynamo.symbolic_convert import InstructionTranslator
 from collage_fx.torch_compat import records
 from collage_fx.torch_compat.dynamo_trace import output_being_traced
 from collage_fx.torch_compat.optim_frames import is_of_torch_optim, is_torchs_step, key_of_code
-from collage_fx.torch_compat.patching import Patch, Wrapper
+from collage_fx.torch_compat.patching import Patch, Replacement
 from collage_fx.torch_compat.tensors import GuardedByIdentity
 
 OPTIMIZERS = Patch(
@@ -109,27 +109,26 @@ def watching_optimizers(watch: Callable[[torch.optim.Optimizer], Iterable[Place]
     learning rates, which decide nothing: the optimizers of a sweep share their code.
     """
 
-    def watching(original: Callable[..., None]) -> Callable[..., None]:
-        def watched(self: Any, value: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> None:
-            places = watch(value)
-            traced = records.of(value, _Traced)
-            if traced.capturable is None:
-                traced.capturable = [group.get("capturable") for group in value.param_groups]
-            original(self, value, *args, **kwargs)
-            if places is not None:
-                output = InstructionTranslator.current_tx().output
-                if value not in output.side_effects:
-                    output.side_effects.track_object_existing(value, self)
-                traced.is_for_us = True
-                trace = records.of(output, _Trace)
-                trace.first = trace.first or value
-                if self.source is not None:
-                    trace.changing.update(_name(self.source, place) for place in places)
-
-        return watched
+    def watched(
+        original: Callable[..., None], self: Any, value: torch.optim.Optimizer, *args: Any, **kwargs: Any
+    ) -> None:
+        places = watch(value)
+        traced = records.of(value, _Traced)
+        if traced.capturable is None:
+            traced.capturable = [group.get("capturable") for group in value.param_groups]
+        original(self, value, *args, **kwargs)
+        if places is not None:
+            output = InstructionTranslator.current_tx().output
+            if value not in output.side_effects:
+                output.side_effects.track_object_existing(value, self)
+            traced.is_for_us = True
+            trace = records.of(output, _Trace)
+            trace.first = trace.first or value
+            if self.source is not None:
+                trace.changing.update(_name(self.source, place) for place in places)
 
     with (
-        OPTIMIZERS.entered(watching),
+        OPTIMIZERS.entered(watched),
         NUMBERS.entered(_by_optimizer),
         STATE_LISTS.entered(_with_positional_lists),
         TYPES.entered(_omitting_guards_of(GuardedByIdentity)),
@@ -137,37 +136,33 @@ def watching_optimizers(watch: Callable[[torch.optim.Optimizer], Iterable[Place]
         yield
 
 
-def _omitting_guards_of(kind: type) -> Wrapper:
-    """Return a wrapper of a method that makes guards: it makes none of values whose records have a part."""
+def _omitting_guards_of(kind: type) -> Replacement:
+    """Return a method that makes guards, but none of values whose records have a part."""
 
-    def omitting(match: Callable[..., None]) -> Callable[..., None]:
-        def matched(self: Any, guard: Any, *args: Any, **kwargs: Any) -> None:
-            if not records.has(self.get(guard), kind):
-                match(self, guard, *args, **kwargs)
+    def matched(match: Callable[..., None], self: Any, guard: Any, *args: Any, **kwargs: Any) -> None:
+        if not records.has(self.get(guard), kind):
+            match(self, guard, *args, **kwargs)
 
-        return matched
-
-    return omitting
+    return matched
 
 
-def _with_positional_lists(call_method: Callable[..., Any]) -> Callable[..., Any]:
-    def called(self: Any, tx: Any, name: str, args: Any, kwargs: Any) -> Any:
-        if name != "_init_group" or not records.of(self.value, _Traced).is_for_us:
-            return call_method(self, tx, name, args, kwargs)
-        if kwargs:
-            bound = inspect.signature(self.value._init_group).bind(*args, **kwargs)
-            args, kwargs = list(bound.args), bound.kwargs
-        _make_entries(self.value)
-        if any("capturable" in group for group in self.value.param_groups):
-            return call_method(self, tx, name, args, kwargs)
-        _return_counters(self.value)
-        self.move_step_if_cpu = lambda: None
-        try:
-            return call_method(self, tx, name, args, kwargs)
-        finally:
-            del self.move_step_if_cpu
-
-    return called
+def _with_positional_lists(
+    call_method: Callable[..., Any], self: Any, tx: Any, name: str, args: Any, kwargs: Any
+) -> Any:
+    if name != "_init_group" or not records.of(self.value, _Traced).is_for_us:
+        return call_method(self, tx, name, args, kwargs)
+    if kwargs:
+        bound = inspect.signature(self.value._init_group).bind(*args, **kwargs)
+        args, kwargs = list(bound.args), bound.kwargs
+    _make_entries(self.value)
+    if any("capturable" in group for group in self.value.param_groups):
+        return call_method(self, tx, name, args, kwargs)
+    _return_counters(self.value)
+    self.move_step_if_cpu = lambda: None
+    try:
+        return call_method(self, tx, name, args, kwargs)
+    finally:
+        del self.move_step_if_cpu
 
 
 def _make_entries(optimizer: torch.optim.Optimizer) -> None:
@@ -247,22 +242,19 @@ def _name(source: Any, place: Place) -> str:
     return f"{container}[{of_parameter}]" + "".join(f"[{key!r}]" for key in keys)
 
 
-def _by_optimizer(process: Callable[..., Any]) -> Callable[..., Any]:
-    def processed(tx: Any, name: str, entry: Any, **keywords: Any) -> Any:
-        trace = records.find(tx.output, _Trace)
-        if trace is None or trace.first is None:
-            return process(tx, name, entry, **keywords)
-        read = key_of_code(tx.f_code), name
-        seen = records.of(trace.first, _Traced).seen.setdefault(read, replace(entry))
-        seen |= entry
-        place = name.removesuffix(".item()")  # of a number of NumPy's
-        if isinstance(entry.scalar, (int, float)) and place in trace.changing:
-            return replace(seen, scalar=auto_dynamic)
-        if place.endswith(LEARNING_RATE):
-            return process(tx, name, entry, **keywords)
-        return replace(seen)
-
-    return processed
+def _by_optimizer(process: Callable[..., Any], tx: Any, name: str, entry: Any, **keywords: Any) -> Any:
+    trace = records.find(tx.output, _Trace)
+    if trace is None or trace.first is None:
+        return process(tx, name, entry, **keywords)
+    read = key_of_code(tx.f_code), name
+    seen = records.of(trace.first, _Traced).seen.setdefault(read, replace(entry))
+    seen |= entry
+    place = name.removesuffix(".item()")  # of a number of NumPy's
+    if isinstance(entry.scalar, (int, float)) and place in trace.changing:
+        return replace(seen, scalar=auto_dynamic)
+    if place.endswith(LEARNING_RATE):
+        return process(tx, name, entry, **keywords)
+    return replace(seen)
 
 
 @dataclass(frozen=True)
@@ -300,37 +292,31 @@ def thinning_lists(choose: Thin) -> Iterator[None]:
     function, so that no other code in the graph reads the updated tensors.
     """
 
-    def updating(original: Callable[..., None]) -> Callable[..., None]:
-        def update_list_args(
-            self: Any, tx: Any, args: Any, kwargs: Any, py_args: Any, py_kwargs: Any
-        ) -> None:
-            original(self, tx, args, kwargs, py_args, py_kwargs)
-            root = tx.output.root_tx
-            is_for_us = records.of(self.value, _Traced).is_for_us
-            is_ours = is_for_us and is_torchs_step(self.value, root.f_code, root.f_locals)
-            if tracing_whole.get() or not is_ours:
-                return
-            filled = [(arg, py) for arg, py in zip(args, py_args, strict=True) if isinstance(py, list) and py]
-            if not filled:
-                return
-            lists, columns = zip(*filled, strict=True)
-            are_rows = all(len(column) == len(columns[0]) for column in columns)
-            rows = tuple(zip(*columns, strict=True)) if are_rows else ()
-            traced = choose(self.value, rows)
-            if traced is not None:
-                if traced.come_and_go:
-                    for row in rows:
-                        for value in (each for each in row if each is row[0].grad):
-                            records.put(value, _LookedFor())
-                for each in lists:
-                    for i in set(range(len(rows))).difference(traced.kept):
-                        each.items[i].realize()  # makes its guards
-                    each.items[:] = [each.items[i] for i in traced.kept]
-                records.of(tx.output, _Trace).thinned.append(traced)
+    def update_list_args(
+        original: Callable[..., None], self: Any, tx: Any, args: Any, kwargs: Any, py_args: Any, *others: Any
+    ) -> None:
+        original(self, tx, args, kwargs, py_args, *others)
+        root = tx.output.root_tx
+        is_for_us = records.of(self.value, _Traced).is_for_us
+        is_ours = is_for_us and is_torchs_step(self.value, root.f_code, root.f_locals)
+        filled = [(arg, py) for arg, py in zip(args, py_args, strict=True) if isinstance(py, list) and py]
+        if tracing_whole.get() or not is_ours or not filled:
+            return
+        lists, columns = zip(*filled, strict=True)
+        are_rows = all(len(column) == len(columns[0]) for column in columns)
+        rows = tuple(zip(*columns, strict=True)) if are_rows else ()
+        if (traced := choose(self.value, rows)) is None:
+            return
+        for row in rows if traced.come_and_go else ():
+            for value in (each for each in row if each is row[0].grad):
+                records.put(value, _LookedFor())
+        for each in lists:
+            for i in set(range(len(rows))).difference(traced.kept):
+                each.items[i].realize()  # makes its guards
+            each.items[:] = [each.items[i] for i in traced.kept]
+        records.of(tx.output, _Trace).thinned.append(traced)
 
-        return update_list_args
-
-    with LISTS.entered(updating), GRADIENTS.entered(_omitting_guards_of(_LookedFor)):
+    with LISTS.entered(update_list_args), GRADIENTS.entered(_omitting_guards_of(_LookedFor)):
         try:
             yield
         finally:

@@ -9,7 +9,7 @@ from typing import Any
 import torch.distributed
 from torch.optim import Optimizer, optimizer
 
-from collage_fx.torch_compat.patching import Patch, Wrapper
+from collage_fx.torch_compat.patching import Patch
 
 FLAT_STATES = Patch(
     name="flat-states",
@@ -43,8 +43,8 @@ OWN_STEPS = Patch(
 _MARK = "__collage_fx__"
 
 
-#: Functions that replace, by ``wrapper(original)``, the unflattening of a flattened optimizer state dict, and
-#: ``Module.load_state_dict``.
+#: Functions that replace, by ``replacement(original, ...)``, the unflattening of a flattened optimizer state
+#: dict, and ``Module.load_state_dict``.
 wrap_flat_states, wrap_loading_of_modules = FLAT_STATES.install, LOADING_OF_MODULES.install
 
 
@@ -79,7 +79,7 @@ def _before_step(*step: Any) -> None:
 _hook: Callable[[Optimizer, Any, Any], None] | None = None
 
 
-def reroute_step(wrapper: Any, switch: Wrapper) -> bool:
+def reroute_step(wrapper: Any, switch: Callable[[Any], Callable[..., Any]]) -> bool:
     """Replace a ``step`` by ``switch(step)``, inside torch's wrapper around the step.
 
     There it is reached by every call: by the bound method that ``torch.compile`` was given, and by a

@@ -39,8 +39,8 @@ from typing import Any, Literal
 
 from collage_fx.torch_compat.version import version
 
-#: Function from the original function to its replacement.
-Wrapper = Callable[[Any], Callable[..., Any]]
+#: Function in place of another, which it gets as its first argument.
+Replacement = Callable[..., Any]
 
 _SHAPE = re.compile(r"([\w.]+):([\w.]+)(?:\((.+)\))?(?: has (.+))?")
 
@@ -159,23 +159,25 @@ class Patch:
         """Whether the patch is active in this thread, between entering and leaving."""
         return _layers.get(self) in _entered.get()
 
-    def install(self, wrapper: Wrapper) -> None:
-        """Replace the target by ``wrapper(original)`` from now on.
+    def install(self, replacement: Replacement) -> None:
+        """Replace calls of the target by calls of ``replacement(original, ...)`` from now on.
 
         A second call exchanges the replacement of the first call.
         """
         if not self.applies:
             return
         with _lock:
-            if self not in _layers:
-                layer = _layers[self] = _Layer(*_owner(self.target))
-                # Dynamo traces some of these, and knows no ContextVar.
-                layer.put(lambda *args, **kwargs: layer.installed(*args, **kwargs))
-            _layers[self].installed = wrapper(_layers[self].original)
+            if self in _layers:
+                _layers[self].installed = replacement
+                return
+            layer = _layers[self] = _Layer(*_owner(self.target))
+            layer.installed = replacement
+            # Dynamo traces some of these, and knows no ContextVar.
+            layer.put(lambda *args, **kwargs: layer.installed(layer.original, *args, **kwargs))
 
     @contextlib.contextmanager
-    def entered(self, wrapper: Wrapper) -> Iterator[None]:
-        """Context manager: in this thread, calls of the target go to ``wrapper(original)``.
+    def entered(self, replacement: Replacement) -> Iterator[None]:
+        """Context manager: in this thread, calls of the target go to ``replacement(original, ...)``.
 
         Inside another context of the same patch, ``original`` is the outer replacement.
         """
@@ -189,7 +191,8 @@ class Patch:
                 layer.put(lambda *args, **kwargs: _entered.get().get(layer, layer.original)(*args, **kwargs))
             layer.users += 1
         entered = _entered.get()
-        token = _entered.set({**entered, layer: wrapper(entered.get(layer, layer.original))})
+        replaced = entered.get(layer, layer.original)
+        token = _entered.set({**entered, layer: functools.partial(replacement, replaced)})
         try:
             yield
         finally:
@@ -223,7 +226,8 @@ class _Layer:
     def __init__(self, owner: Any, name: str) -> None:
         self._owner, self._name = owner, name
         self._replaced = vars(owner).get(name)  # None if it is inherited
-        self.original = self.installed = getattr(owner, name)
+        self.original = getattr(owner, name)
+        self.installed: Replacement = lambda original, *args, **kwargs: original(*args, **kwargs)
         self.users = 0
 
     def put(self, call: Callable[..., Any]) -> None:

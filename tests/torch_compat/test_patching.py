@@ -40,13 +40,9 @@ def function(x: int, *, y: int = 0) -> str:
     return f"original{x + y}" if text else ""
 
 
-def _saying(word: str) -> Callable[[Callable[..., str]], Callable[..., str]]:
-    """A wrapper that says that it was there."""
-
-    def wrapper(original: Callable[..., str]) -> Callable[..., str]:
-        return lambda *args, **kwargs: f"{word}({original(*args, **kwargs)})"
-
-    return wrapper
+def _saying(word: str) -> Callable[..., str]:
+    """A replacement that says that it was there."""
+    return lambda original, *args, **kwargs: f"{word}({original(*args, **kwargs)})"
 
 
 @pytest.fixture(autouse=True)
