@@ -10,15 +10,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-import torch
-
 from collage_fx import graph
 from collage_fx.graph import Expansion, GraphEditor, StepProgram
-from collage_fx.numerics import AuxiliarySpec
 from collage_fx.passes.base import Pass
-
-#: Index of a shard's first element in the whole tensor.
-START = AuxiliarySpec("start", torch.int32, ())
 
 
 @dataclass(frozen=True)
@@ -40,19 +34,16 @@ class Allocate(Pass):
         program.reads = list(_reads(program)) if program.arithmetic == "wide" else []
         for state in program.expansions:
             hi = state.placeholder.meta["val"]
-            specs = list(state.error_format.auxiliaries(hi))
             added = []
-            is_dithered = state.error_format.is_dithered
-            for spec in [*specs, *[START] * is_dithered]:
+            for spec in state.error_format.inputs(hi):
                 with editor.graph.inserting_after(last):
                     last = editor.graph.placeholder(f"{state.placeholder.name}_{spec.name}")
                 with editor.fake_mode:
                     last.meta["val"] = spec.zeros(hi.device)
                 last.meta[graph.PASS_MARK] = self.name
                 added.append(last)
-            state.auxiliaries = tuple(added[: len(specs)])
-            if is_dithered:
-                state.start = added[-1]
+            count = len(state.error_format.auxiliaries(hi))
+            state.auxiliaries, state.start = tuple(added[:count]), next(iter(added[count:]), None)
         return f"{sum(len(state.added_inputs) for state in program.expansions)} inputs added"
 
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from collage_fx import CollageBackend, explain
-from collage_fx.graph.recurrence import TOLERATED_STALL, dithered_noise, representation_error, stall_band
+from collage_fx.graph.recurrence import TOLERATED_STALL, representation_error, rms_noise, stall_band
 from collage_fx.graph.text import graph_text
 from collage_fx.metrics.rows import ROW
 from collage_fx.numerics.formats import BFLOAT16, FLOAT16, FloatFormat
@@ -126,7 +126,7 @@ def test_the_table_of_decays(decay: str) -> None:
 
 @pytest.mark.parametrize("decay", ["0.9", "0.95", "0.99", "0.999"])
 def test_the_table_of_noise(decay: str) -> None:
-    first, second = (f"{100 * dithered_noise(Fraction(decay), fmt):.2g} %" for fmt in (BFLOAT16, FLOAT16))
+    first, second = (f"{100 * rms_noise(Fraction(decay), fmt):.2g} %" for fmt in (BFLOAT16, FLOAT16))
     rows = (DOCS / "strategies.md").read_text().splitlines()
     assert any(re.match(rf"\| {decay} \| {first} \| \S+ % \| {second} \|", row) for row in rows)
 

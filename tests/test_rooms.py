@@ -682,7 +682,7 @@ FEATURES = {
     r"full_precision": (2,),
     r"track_changes|changed_weights|[Cc]hanges\b|bitmap": (31, 16, 14),
     r"[Mm]etric|measured": (22, 20, 14),
-    r"[Dd]ither|phase": (27, 24, 23),
+    r"[Dd]ither|phase": (27, 24, 23, 20),
     r"[Rr]ecord(ed|ing|er)\b": (23, 21),
     r"\bmember": (17, 16),
     r"[Pp]acked|pack_state": (31, 30, 29, 28),

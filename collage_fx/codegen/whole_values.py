@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from collage_fx.codegen.address_tables import is_library_loaded, load_library
-from collage_fx.graph import is_dense
+from collage_fx.numerics import is_dense
 from collage_fx.torch_compat import is_in_host_memory
 
 

@@ -30,7 +30,6 @@ from collage_fx.graph.nodes import copy_of as copy_of
 from collage_fx.graph.nodes import has_elements as has_elements
 from collage_fx.graph.nodes import is_conversion as is_conversion
 from collage_fx.graph.nodes import is_copy_to_input as is_copy_to_input
-from collage_fx.graph.nodes import is_dense as is_dense
 from collage_fx.graph.nodes import is_float32_tensor as is_float32_tensor
 from collage_fx.graph.nodes import is_low_precision_tensor as is_low_precision_tensor
 from collage_fx.graph.nodes import is_number as is_number
@@ -97,3 +96,4 @@ from collage_fx.graph.skipping import set_aside as set_aside
 from collage_fx.graph.skipping import splits_blocks as splits_blocks
 from collage_fx.graph.skipping import unless_skipped as unless_skipped
 from collage_fx.graph.text import graph_text as graph_text
+from collage_fx.numerics import is_dense as is_dense

@@ -31,13 +31,13 @@ from collage_fx.graph.nodes import (
     copies_to_inputs,
     is_conversion,
     is_copy_to_input,
-    is_dense,
     is_low_precision_tensor,
     made_of,
     placeholders,
     tensor_value,
 )
 from collage_fx.graph.program import InputInfo, Role, StepProgram
+from collage_fx.numerics import is_dense
 from collage_fx.torch_compat import current_size, fake_like, pytree, storage_of
 
 aten = torch.ops.aten

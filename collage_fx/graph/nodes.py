@@ -59,19 +59,6 @@ def is_float32_tensor(node: Any) -> bool:
     return value is not None and value.dtype is torch.float32
 
 
-def is_dense(tensor: torch.Tensor) -> bool:
-    """Return whether a tensor's elements fill a region of memory without gaps or overlaps, in any order."""
-    if tensor.layout is not torch.strided:
-        return False
-    expected = 1
-    dimensions = zip(tensor.stride(), tensor.shape, strict=True)
-    for stride, size in sorted((stride, size) for stride, size in dimensions if size > 1):
-        if stride != expected:
-            return False
-        expected *= size
-    return True
-
-
 def is_copy_to_input(node: Node) -> bool:
     """Return whether ``node`` is a store of the epilogue: ``copy_(placeholder, value)``."""
     destination = node.args[0] if node.target is aten.copy_.default else None

@@ -91,7 +91,7 @@ class Verdict:
 
     Attributes:
         lossy: whether storing it rounded to nearest loses the update.
-        noise: relative rms error if it is stored rounded by dither, from ``dithered_noise``; None if unknown.
+        noise: relative rms error if it is stored rounded by dither, from ``rms_noise``; None if unknown.
     """
 
     lossy: bool

@@ -237,7 +237,7 @@ def stall_band(decay: Fraction, fmt: FloatFormat) -> Fraction:
     return fmt.unit_roundoff / abs(1 - decay)
 
 
-def dithered_noise(decay: Fraction, fmt: FloatFormat) -> float:
+def rms_noise(decay: Fraction, fmt: FloatFormat) -> float:
     """Return the relative rms noise, over a long run, of a value of decay a that dither rounds every step.
 
     The noise is ``sqrt(2/3) u / sqrt(1 - a**2)``; infinite if a is 1 or more. Underflow is not included.
@@ -262,7 +262,7 @@ def judge(recurrence: Recurrence, fmt: FloatFormat) -> Verdict:
     of the old value.
     """
     if recurrence.kind is Kind.OVERWRITE:
-        noise = dithered_noise(Fraction(0), fmt)
+        noise = rms_noise(Fraction(0), fmt)
         return Verdict(False, "the new value does not depend on the old one", noise)
     if recurrence.kind is Kind.ACCUMULATION:
         return _judge_accumulation(recurrence.slopes[0], fmt)
@@ -280,7 +280,7 @@ def _judge_accumulation(slope: sympy.Expr, fmt: FloatFormat) -> Verdict:
     reason = f"accumulates: moves below ulp/2 (up to 2**-{fmt.precision} of the value) are lost"
     if slope.is_Rational and slope != 1 and fmt.nearest(Fraction(slope.p, slope.q)) == 1:
         reason += f", and its decay of {float(1 - slope):.2g} a step rounds to none"
-    return Verdict(True, reason, None if (decay := _decay(slope)) is None else dithered_noise(decay, fmt))
+    return Verdict(True, reason, None if (decay := _decay(slope)) is None else rms_noise(decay, fmt))
 
 
 def _judge_slope(slope: sympy.Expr, fmt: FloatFormat) -> Verdict:
@@ -289,7 +289,7 @@ def _judge_slope(slope: sympy.Expr, fmt: FloatFormat) -> Verdict:
     decay = _decay(slope)
     if decay is None:
         return Verdict(True, "its decay is not a compile-time constant, so it may come arbitrarily near 1")
-    noise = dithered_noise(decay, fmt)
+    noise = rms_noise(decay, fmt)
     if decay > 1:
         return Verdict(
             True, f"grows by {float(decay):.6g} a step, and the roundoff of each step with it", noise

@@ -20,6 +20,7 @@ from collage_fx.numerics.blocks import blocks_of as blocks_of
 from collage_fx.numerics.blocks import code_of_number_by_fma as code_of_number_by_fma
 from collage_fx.numerics.blocks import from_blocks as from_blocks
 from collage_fx.numerics.blocks import in_map as in_map
+from collage_fx.numerics.blocks import is_dense as is_dense
 from collage_fx.numerics.blocks import most_of_block as most_of_block
 from collage_fx.numerics.blocks import number_of_code as number_of_code
 from collage_fx.numerics.blocks import units_of_block as units_of_block

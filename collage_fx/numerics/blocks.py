@@ -215,13 +215,23 @@ def memory_order(tensor: Tensor) -> list[int]:
     return sorted(range(tensor.dim()), key=lambda dim: (-strides[dim], dim))
 
 
+def is_dense(tensor: Tensor) -> bool:
+    """Return whether a tensor's elements fill a region of memory without gaps or overlaps, in any order."""
+    if tensor.layout is not torch.strided:
+        return False
+    expected = 1
+    dimensions = zip(tensor.stride(), tensor.shape, strict=True)
+    for stride, size in sorted((stride, size) for stride, size in dimensions if size > 1):
+        if stride != expected:
+            return False
+        expected *= size
+    return True
+
+
 def why_no_blocks(tensor: Tensor, size: int) -> str:
     """Return why the rows of a tensor do not consist of blocks of ``size`` neighbours; empty if they do."""
-    expected = 1
-    for dim in reversed(memory_order(tensor)):
-        if tensor.shape[dim] > 1 and tensor.stride(dim) != expected:
-            return "its elements are not neighbours in memory"
-        expected *= tensor.shape[dim]
+    if not is_dense(tensor):
+        return "its elements are not neighbours in memory"
     if tensor.dim() < 2 or tensor.stride(0) * tensor.shape[0] != tensor.numel():
         return "it has no rows"
     return "" if tensor.stride(0) % size == 0 else f"its rows are no multiples of {size} elements"

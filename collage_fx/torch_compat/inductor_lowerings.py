@@ -125,13 +125,14 @@ def register_block_lowerings(
         return of_element
 
     @register_lowering(codes_operator, type_promotion_kind=None)
-    def codes_of(values: Any, scales: Any, phases: Any, like: Any, bits: int, signed: bool) -> Any:
+    def codes_of(values: Any, scales: Any, thresholds: Any, like: Any, bits: int, signed: bool) -> Any:
         loads = values.make_loader(), load_of_scale(scales, like)
-        phase = None if phases is None else phases.make_loader()
+        load_threshold = (lambda index: None) if thresholds is None else thresholds.make_loader()
         is_on_gpu = values.get_device().type != "cpu"
 
         def element(index: Any) -> Any:
-            return code(*(load(index) for load in loads), phase and phase(index), bits, signed, is_on_gpu)
+            given = (*(load(index) for load in loads), load_threshold(index))
+            return code(*given, bits, signed, is_on_gpu)
 
         return _pointwise(values, dtype_of_codes[bits, signed], element)
 

@@ -14,9 +14,9 @@ from collage_fx.graph.program import Kind
 from collage_fx.graph.recurrence import (
     LONGEST_EXPRESSION,
     TOLERATED_STALL,
-    dithered_noise,
     read_recurrence,
     representation_error,
+    rms_noise,
     stall_band,
 )
 from collage_fx.numerics.dither import dithered, phase, phases
@@ -70,16 +70,16 @@ def test_dither_leaves_the_noise_that_is_predicted_at_most(fmt: FloatFormat, dec
         turns = phases(v, phase(torch.tensor(count).int(), start))
         v, exact = dithered(decay * v + x, turns, fmt.dtype), decay * exact + x
     error = (v - exact) / exact
-    noise = dithered_noise(Fraction(decay), fmt)
+    noise = rms_noise(Fraction(decay), fmt)
     assert noise / 3 < error.square().mean().sqrt() < noise
     # It is right on average: of 4096 values the mean is within five of its standard deviations.
     assert error.mean().abs() < 5 * noise / 4096**0.5
 
 
 def test_noise_without_an_end() -> None:
-    assert dithered_noise(Fraction(1), BFLOAT16) == dithered_noise(Fraction(3, 2), BFLOAT16) == math.inf
+    assert rms_noise(Fraction(1), BFLOAT16) == rms_noise(Fraction(3, 2), BFLOAT16) == math.inf
     # Of what is computed anew: one rounding.
-    assert dithered_noise(Fraction(0), BFLOAT16) == pytest.approx(2 * 2.0**-8 / 6**0.5)
+    assert rms_noise(Fraction(0), BFLOAT16) == pytest.approx(2 * 2.0**-8 / 6**0.5)
 
 
 def iterated(x: Tensor, g: Tensor) -> Tensor:

@@ -115,8 +115,8 @@ class AuxiliarySpec(NamedTuple):
         return torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=device).zero_()
 
 
-#: Count of the steps that dither has rounded.
-COUNT = AuxiliarySpec("count", torch.int32, ())
+#: Count of the steps that dither has rounded, and index of a shard's first element in the whole tensor.
+COUNT, START = (AuxiliarySpec(name, torch.int32, ()) for name in ("count", "start"))
 
 
 class ErrorBound(NamedTuple):
@@ -212,13 +212,15 @@ class ErrorFormat(ABC):
     def store(self, value: Tensor, hi: Tensor, *inputs: Tensor) -> tuple[Tensor, ...]:
         """Return (hi, *auxiliaries) that a step stores for a float32 value; by default :meth:`split`.
 
+        If the step rounds and counts sums by itself, :meth:`store_nearest`.
+
         Args:
             value: float32.
             hi: hi before the step.
             inputs: auxiliaries before the step. If ``is_dithered``, the last is the index of hi's first
                 element in the whole tensor, of which this process may have a shard: int32, 0-d.
         """
-        return self.split(value, hi.dtype)
+        return self.store_nearest(value, hi, *inputs) if self.dithers_sums else self.split(value, hi.dtype)
 
     def store_nearest(self, value: Tensor, hi: Tensor, *inputs: Tensor) -> tuple[Tensor, ...]:
         """Return the tensors of :meth:`store` of a dithered format, rounded to nearest and not counted."""
@@ -278,10 +280,13 @@ class ErrorFormat(ABC):
         spacings = 1 if self.is_dithered and self.keeps_error else 2
         return size * (float(spacings * bound.relative) * _POWER_OF_TWO + float(2 * bound.of_largest))
 
+    def inputs(self, hi: Tensor) -> list[AuxiliarySpec]:
+        """Return the specifications of the inputs of :meth:`store` behind hi."""
+        return [*self.auxiliaries(hi), *[START] * self.is_dithered]
+
     def zeros(self, hi: Tensor) -> list[Tensor]:
         """Return the inputs of ``store`` behind hi for a tensor that is exactly hi."""
-        zeros = [spec.zeros(hi.device) for spec in self.auxiliaries(hi)]
-        return [*zeros, torch.zeros((), dtype=torch.int32, device=hi.device)] if self.is_dithered else zeros
+        return [spec.zeros(hi.device) for spec in self.inputs(hi)]
 
     def nbytes(self, hi: Tensor) -> int:
         """Return the number of bytes of the auxiliary tensors beside ``hi``."""

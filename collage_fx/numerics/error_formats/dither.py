@@ -59,7 +59,7 @@ class Sum(Dither):
         return self.store_nearest(value, hi, *inputs)
 
 
-class Bf16(ErrorFormat):
+class Bf16(Dither):
     """Packed format of float32 state: bfloat16 numbers, rounded up or down by dither at every step.
 
     The value is in the auxiliary alone. Only numbers below 2**-133 may become zero.
@@ -67,11 +67,8 @@ class Bf16(ErrorFormat):
 
     name = "bf16"
     precision = "bfloat16 numbers in place of float32, rounded up or down by dither"
-    is_elementwise = True
     keeps_hi = False
-    keeps_error = False
     by_rows = True
-    is_dithered = True
 
     def why_not(self, hi: Tensor) -> str:
         return "it has 16 bits as it is" if is_low_precision(hi.dtype) else ""
@@ -81,8 +78,7 @@ class Bf16(ErrorFormat):
         return rounded, COUNT
 
     def error_bound(self, dtype: torch.dtype) -> ErrorBound:
-        """Return the error of rounding to nearest, as :meth:`split` does; a step's may be twice as large."""
-        return ErrorBound(BFLOAT16.unit_roundoff, BFLOAT16.quantum / 2)
+        return super().error_bound(BFLOAT16.dtype)
 
     def join(self, hi: Tensor, *auxiliaries: Tensor) -> Tensor:
         return auxiliaries[0].to(torch.float32)

@@ -61,6 +61,3 @@ class Exact(ErrorFormat):
             return operators.UPPER_HALF(value).to(dtype), operators.LOWER_HALF(value), start
         hi = value.to(dtype)
         return hi, operators.ULP_PARTS(value, hi.to(torch.float32)), start
-
-    def store(self, value: Tensor, hi: Tensor, *inputs: Tensor) -> tuple[Tensor, ...]:
-        return self.store_nearest(value, hi, *inputs)
