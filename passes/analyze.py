@@ -317,13 +317,13 @@ def _is_rounded_in_bits(state: StateTensor) -> bool:
     node = _stored(state)
     if node.target is not aten.view.dtype:
         return False
-    integers = graph.reached([node], lambda each: filter(_gives_integers, each.all_input_nodes))
+
+    def operands(node: Node) -> list[Node]:
+        values = ((each, graph.tensor_value(each)) for each in node.all_input_nodes)
+        return [each for each, value in values if value is not None and not value.dtype.is_floating_point]
+
+    integers = graph.reached([node], operands)
     return any(graph.facts_of(each.target).cuts_bits for each in integers)
-
-
-def _gives_integers(node: Node) -> bool:
-    value = graph.tensor_value(node)
-    return value is not None and not value.dtype.is_floating_point
 
 
 def _is_computed_from_float32(target: StateTensor) -> bool:

@@ -144,8 +144,11 @@ class _Reader:
             return self.read(operands[0]) * self.read(operands[1]).inverse()
         if _is_number(node) and node.target is aten.reciprocal.default:
             return self.read(operands[0]).inverse()
-        if graph.is_conversion(node) and (_is_number(operands[0]) or _is_widened(node)):
-            return self.read(operands[0])
+        if graph.is_conversion(node):
+            # From a 16-bit format to a wider format, which holds all its values.
+            is_wide = node.meta["val"].dtype in (torch.float32, torch.float64)
+            is_widened = is_wide and graph.is_low_precision_tensor(operands[0])
+            return self.read(operands[0]) if is_widened or _is_number(operands[0]) else None
         return None
 
     def _sum(self, node: Node) -> _Scaled | None:
@@ -209,12 +212,6 @@ def _float32_or_wider(node: Any) -> torch.dtype:
 def _are_computed(factors: Factors) -> bool:
     """Return whether a factor is a node, so that the product is unknown at compile time."""
     return any(isinstance(factor, Node) for factor in factors)
-
-
-def _is_widened(conversion: Node) -> bool:
-    """Return whether a conversion is from a 16-bit format to a wider format, which holds all its values."""
-    is_wide = conversion.meta["val"].dtype in (torch.float32, torch.float64)
-    return is_wide and graph.is_low_precision_tensor(conversion.args[0])
 
 
 def _is_number(value: Any) -> bool:

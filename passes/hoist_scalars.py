@@ -12,8 +12,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from torch.fx import Node
-
 from collage_fx.graph import GraphEditor, StepProgram, has_elements, once, readers_of, tensor_value
 from collage_fx.passes.base import Pass
 
@@ -31,20 +29,13 @@ class HoistScalars(Pass):
         hoisted = 0
         for node in list(editor.graph.nodes):
             readers = list(filter(has_elements, readers_of(node)))
-            if _is_computed_number(node) and readers:
+            is_0d = tensor_value(node) is not None and not has_elements(node)
+            operands = node.all_input_nodes  # of a constant none: it stays in the code
+            is_of_numbers = bool(operands) and not any(map(has_elements, operands))
+            if node.op == "call_function" and is_0d and is_of_numbers and readers:
                 with editor.graph.inserting_after(node):
                     kept = editor.call(once, node)
                 for reader in readers:
                     reader.replace_input_with(node, kept)
                 hoisted += 1
         return f"{hoisted} numbers"
-
-
-def _is_computed_number(node: Node) -> bool:
-    """Return whether a node is a 0-d tensor computed from numbers alone.
-
-    A constant, which has no operands, does not count: it stays in the code.
-    """
-    operands = node.all_input_nodes
-    is_0d = tensor_value(node) is not None and not has_elements(node)
-    return node.op == "call_function" and is_0d and bool(operands) and not any(map(has_elements, operands))

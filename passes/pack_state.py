@@ -116,11 +116,9 @@ def _critical(node: Node) -> Iterator[tuple[str, Node]]:
         return
     packet = getattr(node.target, "overloadpacket", node.target)
     divides = graph.facts_of(node.target).sign == "/"
-    is_root = packet in _ROOTS or (packet is aten.pow and not _is_natural(node.args[1]))
+    exponent = node.args[1] if packet is aten.pow else 1
+    is_natural = isinstance(exponent, (int, float)) and exponent >= 0 and exponent % 1 == 0
+    is_root = packet in _ROOTS or not is_natural
     operand = node.args[1] if divides else node.args[0] if is_root else None
     if isinstance(operand, Node):
         yield ("the divisor" if divides else "the radicand"), operand
-
-
-def _is_natural(exponent: object) -> bool:
-    return isinstance(exponent, (int, float)) and exponent >= 0 and exponent % 1 == 0

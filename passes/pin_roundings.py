@@ -27,18 +27,14 @@ class PinRoundings(Pass):
     def run(self, program: StepProgram) -> str:
         editor = GraphEditor(program.gm, self.name)
         if program.arithmetic == "native":
-            _divide(editor)
+            # torch 2.11's Inductor can round only divisions correctly.
+            for node in editor.graph.find_nodes(op="call_function", target=torch.ops.aten.reciprocal.default):
+                with editor.graph.inserting_before(node):
+                    (quotient,) = editor.inline(_one_divided_by, node.args[0])
+                node.replace_all_uses_with(quotient)
+                editor.graph.erase_node(node)
         Retyper(editor, rounding=True).run()
         return "low-precision values carried on the storage grid in float32"
-
-
-def _divide(editor: GraphEditor) -> None:
-    """Replace reciprocals by divisions: torch 2.11's Inductor can round only divisions correctly."""
-    for node in editor.graph.find_nodes(op="call_function", target=torch.ops.aten.reciprocal.default):
-        with editor.graph.inserting_before(node):
-            (quotient,) = editor.inline(_one_divided_by, node.args[0])
-        node.replace_all_uses_with(quotient)
-        editor.graph.erase_node(node)
 
 
 def _one_divided_by(x: Tensor) -> Tensor:

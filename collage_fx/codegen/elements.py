@@ -364,7 +364,7 @@ class _Rewriter:
             units = self._call(numerics.units_of_block, (scales, *of_kind), scales)
             most = self._call(numerics.most_of_block, (scales, *of_kind), scales)
             given = (value if is_signed else self._root(value), units, most, phases, *of_kind)
-            return self._call(numerics.code_of_number_by_fma, given, node, dtype)
+            return self._call(numerics.code_of_number, given, node, dtype)
         if self.writes_roundings and is_rounding(node) and not _is_on_grid(args[0], dtype):
             if (source := args[0].meta["val"].dtype) is not torch.float32:
                 raise NoSpelling(f"a rounding of {source} to {dtype}")

@@ -20,14 +20,14 @@ from collage_fx.codegen.spellings import (
     spelled,
 )
 from collage_fx.graph import trace_of
-from collage_fx.numerics import code_of_number_by_fma
+from collage_fx.numerics import code_of_number
 from collage_fx.torch_compat import OpOverload
 
 aten = torch.ops.aten
 CONVERT = torch.ops.prims.convert_element_type.default
 
 #: Functions whose square roots may be approximate: they say why.
-WITH_APPROXIMATE_ROOTS = (code_of_number_by_fma,)
+WITH_APPROXIMATE_ROOTS = (code_of_number,)
 
 
 class Function(NamedTuple):

@@ -40,9 +40,9 @@ class GraphEditor:
 
     def call(self, target: Target, *args: Any, **kwargs: Any) -> Node:
         """Add a ``call_function`` node at the graph's insertion point; compute its value on fake tensors."""
-        node = self.graph.create_node(
-            "call_function", target, args, kwargs, name=_readable_name(target, args)
-        )
+        is_cast = target is nodes.prims.convert_element_type.default
+        name = f"to_{args[1]}".replace("torch.", "") if is_cast else nodes.operator_name(target).strip("_")
+        node = self.graph.create_node("call_function", target, args, kwargs, name=name)
         node.meta["val"] = self._run(target, args, kwargs)
         node.meta[nodes.PASS_MARK] = self.made_by
         return node
@@ -140,13 +140,6 @@ class GraphEditor:
             if is_stale and not nodes.is_copy_to_input(node):
                 node.meta["val"] = self._run(node.target, node.args, node.kwargs)
                 stale.add(node)
-
-
-def _readable_name(target: Any, args: tuple[Any, ...]) -> str:
-    """Return a short node name: ``add``, not ``add_tensor``; ``to_float32`` for a cast."""
-    if target is nodes.prims.convert_element_type.default:
-        return f"to_{str(args[1]).removeprefix('torch.')}"
-    return nodes.operator_name(target).strip("_")
 
 
 def _signature(arg: Any, *, elementwise: bool) -> Any:

@@ -17,7 +17,7 @@ from collage_fx.numerics.blocks import block_scale as block_scale
 from collage_fx.numerics.blocks import block_unit as block_unit
 from collage_fx.numerics.blocks import block_value as block_value
 from collage_fx.numerics.blocks import blocks_of as blocks_of
-from collage_fx.numerics.blocks import code_of_number_by_fma as code_of_number_by_fma
+from collage_fx.numerics.blocks import code_of_number as code_of_number
 from collage_fx.numerics.blocks import from_blocks as from_blocks
 from collage_fx.numerics.blocks import in_map as in_map
 from collage_fx.numerics.blocks import is_dense as is_dense

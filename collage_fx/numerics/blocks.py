@@ -122,15 +122,10 @@ def _in_map_rounded_once(value: Tensor, signed: bool) -> Tensor:
     return in_map(value.to(torch.float64), signed).to(torch.float32)
 
 
-def block_code(
-    root: Tensor, byte: Tensor, phases: Tensor | None, bits: int, signed: bool, by_fma: bool = False
-) -> Tensor:
-    """Return the integer of a float32 number in a block whose scale has this byte.
-
-    It is :func:`code_of_number`, with ``by_fma`` computed by :func:`code_of_number_by_fma`.
-    """
+def block_code(root: Tensor, byte: Tensor, phases: Tensor | None, bits: int, signed: bool) -> Tensor:
+    """Return the integer of a float32 number in a block whose scale has this byte: :func:`code_of_number`."""
     units, most = units_of_block(byte, bits, signed), most_of_block(byte, bits, signed)
-    return (code_of_number_by_fma if by_fma else code_of_number)(root, units, most, phases, bits, signed)
+    return code_of_number(root, units, most, phases, bits, signed)
 
 
 def code_of_number(
@@ -138,44 +133,8 @@ def code_of_number(
 ) -> Tensor:
     """Return the integer of a float32 number: one of two neighbours, chosen by dither.
 
-    The result is the larger neighbour where the discarded fraction and the phase add up to 1.
-
-    Args:
-        root: float32, :func:`in_map` of the number; no larger than the scale, or not finite.
-        units: float32, :func:`units_of_block` of the scale.
-        most: float32, :func:`most_of_block` of the scale.
-        phases: int32; None rounds to nearest, as a phase of half a turn.
-        bits: number of bits of the integer.
-        signed: whether numbers may be negative.
-    """
-    size = root.abs() * units
-    without = scalar_like(0.5, size)
-    if phases is not None:
-        without = 1.0 - ((phases >> 8) & 0xFFFFFF).to(torch.float32) * 2.0**-24
-    if bits == 8:
-        # The largest integer whose square is at most size. The root may be off by less than a half.
-        near = torch.floor(torch.sqrt(size) + 0.5)
-        below = torch.where(near * near > size, near - 1.0, near)
-        up = size - below * below >= without * (2.0 * below + 1.0)
-    else:
-        below = torch.floor(size)
-        up = size - below >= without
-    code = torch.where(up, below + 1.0, below)
-    if not signed:
-        code = torch.where(root > 0, torch.maximum(code, scalar_like(1.0, code)), code)
-    code = torch.where(code < most, code, most)  # most replaces a NaN, too
-    if signed:
-        code = torch.where(root < 0, -code, code)
-    return code.to(torch.int32).to(CODES[bits, signed])  # of 16 bits without a sign, modulo 2**16
-
-
-_SIGN = -(2**31)
-
-
-def code_of_number_by_fma(
-    root: Tensor, units: Tensor, most: Tensor, phases: Tensor | None, bits: int, signed: bool
-) -> Tensor:
-    """Compute :func:`code_of_number`, all bits of it, in fewer instructions of a GPU.
+    The result is the larger neighbour where the discarded fraction and the phase add up to 1. Written for few
+    instructions of a GPU:
 
     * ``torch.addcmul`` may be a fused multiply-add or not. Its results are exact in float32: the phase has 24
       bits; the integer is below 256; and the square of the integer, a multiple of an ulp of ``size``, is
@@ -184,6 +143,14 @@ def code_of_number_by_fma(
       square is compared with ``size`` exactly: an error of the root below a half changes nothing.
     * Minima and maxima are those of bit patterns: for numbers that are not negative the order is the same,
       and a NaN is larger than any number.
+
+    Args:
+        root: float32, :func:`in_map` of the number; no larger than the scale, or not finite.
+        units: float32, :func:`units_of_block` of the scale.
+        most: float32, :func:`most_of_block` of the scale.
+        phases: int32; None rounds to nearest, as a phase of half a turn.
+        bits: number of bits of the integer.
+        signed: whether numbers may be negative.
     """
     size = root.abs() * units
     one, without = scalar_like(1.0, size), scalar_like(0.5, size)
@@ -201,7 +168,7 @@ def code_of_number_by_fma(
     given, limit = root.view(torch.int32), most.view(torch.int32)
     pattern = torch.minimum(torch.where(up, below + 1.0, below).view(torch.int32), limit)
     if signed:
-        pattern = pattern | (given & _SIGN)
+        pattern = pattern | (given & -(2**31))
     integer = pattern.view(torch.float32).to(torch.int32)
     if not signed:
         least = torch.minimum(limit, scalar_like(1, limit))

@@ -87,8 +87,7 @@ def register_block_lowerings(
         operators: ``(value, like, signed)`` -> the scales of a tensor's blocks; ``(value, scales, phases,
             like, bits, signed)`` -> integers; ``(codes, scales, bits, signed)`` -> float32 numbers.
         element_functions: ``(largest magnitude, signed)`` -> value of a scale; ``(value, scale, phase or
-            None, bits, signed, whether on a GPU)`` -> value of an integer; ``(integer, scale, bits, signed)``
-            -> value of a number.
+            None, bits, signed)`` -> value of an integer; ``(integer, scale, bits, signed)`` -> a number.
         block: elements of a block.
         dtype_of_codes: by bits and whether numbers may be negative.
     """
@@ -128,11 +127,9 @@ def register_block_lowerings(
     def codes_of(values: Any, scales: Any, thresholds: Any, like: Any, bits: int, signed: bool) -> Any:
         loads = values.make_loader(), load_of_scale(scales, like)
         load_threshold = (lambda index: None) if thresholds is None else thresholds.make_loader()
-        is_on_gpu = values.get_device().type != "cpu"
 
         def element(index: Any) -> Any:
-            given = (*(load(index) for load in loads), load_threshold(index))
-            return code(*given, bits, signed, is_on_gpu)
+            return code(*(load(index) for load in loads), load_threshold(index), bits, signed)
 
         return _pointwise(values, dtype_of_codes[bits, signed], element)
 

@@ -12,9 +12,9 @@ from torch._inductor import config
 from torch.overrides import TorchFunctionMode
 
 import collage_fx.graph.operators  # noqa: F401  # which has the lowerings
-import collage_fx.numerics.blocks as blocks
 from collage_fx.numerics import BLOCK, BLOCK_CODES, BLOCK_SCALES, BLOCK_VALUES, CODES
-from collage_fx.numerics.blocks import LARGEST, block_code, block_scale
+from collage_fx.numerics.arithmetic import scalar_like
+from collage_fx.numerics.blocks import LARGEST, block_code, block_scale, most_of_block, units_of_block
 from collage_fx.numerics.dither import phase, phases
 from collage_fx.numerics.error_formats.blocks import Blocks
 from tests.support.float_bits import same_bits
@@ -180,9 +180,34 @@ class ApproximateRoots(TorchFunctionMode):
         return result * (1 + self.error) if func is torch.sqrt else result
 
 
+def by_definition(
+    root: Tensor, units: Tensor, most: Tensor, phases: Tensor | None, bits: int, signed: bool
+) -> Tensor:
+    """The definition of `code_of_number`, operation by operation."""
+    size = root.abs() * units
+    without = scalar_like(0.5, size)
+    if phases is not None:
+        without = 1.0 - ((phases >> 8) & 0xFFFFFF).to(torch.float32) * 2.0**-24
+    if bits == 8:
+        # The largest integer whose square is at most size. The root may be off by less than a half.
+        near = torch.floor(torch.sqrt(size) + 0.5)
+        below = torch.where(near * near > size, near - 1.0, near)
+        up = size - below * below >= without * (2.0 * below + 1.0)
+    else:
+        below = torch.floor(size)
+        up = size - below >= without
+    code = torch.where(up, below + 1.0, below)
+    if not signed:
+        code = torch.where(root > 0, torch.maximum(code, scalar_like(1.0, code)), code)
+    code = torch.where(code < most, code, most)  # most replaces a NaN, too
+    if signed:
+        code = torch.where(root < 0, -code, code)
+    return code.to(torch.int32).to(CODES[bits, signed])  # of 16 bits without a sign, modulo 2**16
+
+
 @pytest.mark.parametrize("error", [0.0, 2.0**-10, -(2.0**-10)])
 @each_kind
-def test_the_code_by_fma_has_the_same_bits(bits: int, signed: bool, error: float) -> None:
+def test_the_integer_is_that_of_the_definition(bits: int, signed: bool, error: float) -> None:
     """Next to every integer at every scale, for the least and largest phases; and for patterns drawn."""
     most = LARGEST[bits, signed]
     codes = torch.cat([torch.arange(min(most, 300)), most - torch.arange(300)]).clamp(0, most).float()
@@ -202,22 +227,10 @@ def test_the_code_by_fma_has_the_same_bits(bits: int, signed: bool, error: float
         root = torch.cat([root, -root]) if signed else root.abs()
         scale = torch.tensor(byte, dtype=torch.uint8)
         given = root.reshape(-1, 1), scale, edges.reshape(1, -1), bits, signed
-        expected = block_code(*given)
+        units, largest = units_of_block(scale, bits, signed), most_of_block(scale, bits, signed)
+        expected = by_definition(given[0], units, largest, *given[2:])
         with ApproximateRoots(error):
-            assert torch.equal(block_code(*given, by_fma=True), expected)
-
-
-@pytest.mark.parametrize("by_fma", [False, True])
-def test_a_device_without_exact_roots_gets_the_other_way(
-    by_fma: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Both ways have the same bits, so only calls tell which of them is taken."""
-    called = []
-    for name in ("code_of_number", "code_of_number_by_fma"):
-        monkeypatch.setattr(blocks, name, lambda *_, name=name: called.append(name))
-    byte, zero = torch.tensor(128, dtype=torch.uint8), torch.zeros(1)
-    block_code(zero, byte, zero.to(torch.int32), 8, signed=True, by_fma=by_fma)
-    assert called == ["code_of_number_by_fma" if by_fma else "code_of_number"]
+            assert torch.equal(block_code(*given), expected)
 
 
 @each_kind
