@@ -4,8 +4,7 @@ A signed format holds numbers of either sign: Note [Blocks] in ``numerics/blocks
 numbers that are never negative, and only zero becomes zero in it. A divisor or radicand of a step needs it:
 if a divisor became zero and the dividend did not, the update would be unbounded. So a state is not packed
 
-* if a divisor or radicand that may be negative is computed from it, such as the root of a difference in
-  centered RMSprop;
+* if a divisor or radicand that may be negative is computed from it, as a difference in centered RMSprop;
 * if the step divides by it or takes its root, and it is not known to be never negative;
 * if its old value is multiplied by a tensor or by a number above 1: rounding errors would grow;
 * if it holds values of parameters (Lookahead's slow weights, averages) or their rounding errors (Kahan's

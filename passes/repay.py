@@ -5,8 +5,7 @@
 Why. The next step reads s, not m'. So a rounding error e = s - m' moves the parameter by c beta e in the next
 step, by c beta**2 e in the one after it, and so on: by k c e in all, with k = beta / (1 - beta). The errors
 of all steps add up, and in bfloat16 they are most of the error of Adam's parameters. Here each is subtracted
-in the step that makes it. So the moment is rounded to nearest: roundings that are the same in each step are
-repaid, too.
+in the step that makes it, and the moment is rounded to nearest.
 
 Theorem. Let c be the same in all steps. Then a parameter is off by ``c k d``, with d the present error of the
 moment, d = sum of ``beta**(n - i) e_i`` over the steps i up to n. Proof: of e_i, the parameter has got
@@ -92,8 +91,7 @@ def _is_moment(program: StepProgram, state: StateTensor) -> bool:
 def _most_repaid(program: StepProgram, state: StateTensor) -> float:
     """Return the product that :data:`MOST` is the limit of.
 
-    It is the same for all tensors of a plan, whatever their sizes: so they have numbers in common, and one
-    launch computes these.
+    It is the same for all tensors of a plan, whatever their sizes: so one launch computes their numbers.
     """
     formats = {state.error_format, *(program.packed or ())[:1]}
     bounds = [fmt.error_bound(state.value.dtype) for fmt in formats]

@@ -30,7 +30,7 @@ from torch.fx import Graph, Node
 from collage_fx import numerics
 from collage_fx.codegen.functions import CONVERT, Function, expression, function_of
 from collage_fx.codegen.spellings import CPP, STORED_AS_BITS, NoSpelling
-from collage_fx.graph import operands_of, reached, tensor_value
+from collage_fx.graph import made_of, reached, tensor_value
 from collage_fx.torch_compat import OpOverload
 
 aten = torch.ops.aten
@@ -113,6 +113,7 @@ class Elements:
             scalars has no elements: the sum of a number has no spelling.
         tested: elements' values whose magnitude tells whether roundings need to ask for infinity and NaN.
         early: elements' values that are computed before that is known.
+        functions: C++ definitions of the functions that statements call, by name.
     """
 
     def __init__(self, graph: Graph, width: int, *, writes_roundings: bool = True) -> None:
@@ -128,6 +129,8 @@ class Elements:
         self.written = {store.into for store in stores}
         self._total_inputs = {store.into for store in self.totals}
         self.nodes = [node for node in graph.nodes if node.op in ("placeholder", "call_function")]
+        self.functions: dict[str, str] = {}
+        self._names: dict[Node, str] = {}
         self.kinds: dict[Node, Kind] = {}
         for node in self.nodes:
             self.kinds[node] = self._kind(node)
@@ -137,6 +140,12 @@ class Elements:
         self.largest = [node for node in self.nodes if node.target is largest_magnitude]
         rounded = [root for root in self.tested if root.target not in JOINS]
         self.early = self._early(self.in_blocks) | self._early(rounded, behind_scales=True)
+
+    def name_of(self, node: Node) -> str:
+        """Return the C++ name of a value; an input is its pointer, with ``_0`` for a single number."""
+        if node.op == "placeholder":
+            return f"{node.name}_0"
+        return self._names.setdefault(node, f"t{len(self._names)}")
 
     @property
     def in_blocks(self) -> list[Node]:
@@ -153,7 +162,7 @@ class Elements:
         needed = self._early(wanted)
         slow = [node for node in self.nodes if node in needed and node.target in SLOW]
         last = [node for node in slow if not self.made_of([node], slow)]
-        second = needed_for(self.made_of(last, wanted), last).difference(last)
+        second = made_of(*self.made_of(last, wanted), up_to=last).difference(last)
         is_worth_it = any(node.target is numerics.dithered_sum for node in second)
         is_apart = all(node.target in QUOTIENTS for node in last)
         is_slow = any(node.target in SLOW for node in second)
@@ -206,7 +215,7 @@ class Elements:
 
     def _early(self, wanted: Sequence[Any], *, behind_scales: bool = False) -> set[Node]:
         """Return elements' values that values are made of, and these; ``behind_scales``: of scales, too."""
-        found = needed_for(wanted)
+        found = made_of(*wanted)
         if not (behind_scales or found.isdisjoint(self.largest)):
             raise NoSpelling("a block's scale that other scales are made of")
         return set(self.of_kind(Kind.OF_ELEMENT, found))
@@ -214,19 +223,13 @@ class Elements:
     def kept(self, late: Iterable[Any], early: Collection[Node]) -> list[Node]:
         """Return the early values that late values are made of, except values that are cheap to recompute."""
         kept = {node for node in early if not _is_cheap(node)}
-        needed = kept & needed_for(late, {*kept, *self.largest})
+        needed = kept & made_of(*late, up_to={*kept, *self.largest})
         return [node for node in self.nodes if node in needed]
 
     def is_at_hand(self, node: Node, known: Collection[Node]) -> bool:
         """Return whether a value is one quick operation on values that are known or cheap to recompute."""
         operands = self.of_kind(Kind.OF_ELEMENT, node.all_input_nodes)
         return node.target not in SLOW and all(each in known or _is_cheap(each) for each in operands)
-
-
-def needed_for(values: Iterable[Node], known: Collection[Node] = ()) -> set[Node]:
-    """Return values and all nodes that they are made of, but no node that only known nodes are made of."""
-    given = list(values)
-    return {*given, *reached(given, lambda node: () if node in known else operands_of(node))}
 
 
 def _is_cheap(node: Node) -> bool:

@@ -4,14 +4,13 @@ Note [Loops of a printed kernel]
 --------------------------------
 A kernel goes through its tensors in chunks of 128 elements, which stay in the processor's first cache:
 
-1. The first loop computes early values, keeps what later loops read in buffers of a chunk, and notes the
-   largest magnitude of what is to be rounded (Note [Early and late] in ``elements.py``).
+1. The first loop computes early values (Note [Early and late] in ``elements.py``), keeps what later loops
+   read in buffers of a chunk, and notes the largest magnitude of what is to be rounded.
 2. If it is below a power of two from which on nothing can become infinite (:data:`LIMITS`), the second loop
    rounds and stores, and asks no number whether it is finite: ``Finite`` is true.
 3. Otherwise the chunk is computed anew, all questions asked. Nothing has been stored until then.
 
-Where values of rows or columns are read, a chunk ends with its row, and the values of rows are computed once
-for each chunk.
+Where values of rows or columns are read, a chunk ends with its row, for which the row's are computed once.
 
 The loops are of scalar C++; the compiler makes vectors of them, as long as the smallest elements in a loop
 allow. So bytes are read and written in loops of their own. A rule with blocks has 4 blocks of 32 elements in
@@ -41,7 +40,7 @@ from collage_fx.codegen.elements import (
     reads_half,
 )
 from collage_fx.codegen.spellings import bare, in_memory, in_register
-from collage_fx.codegen.statements import Names, Statements
+from collage_fx.codegen.statements import Statements
 
 #: Flags of the compiler after Inductor's: loops are vectorized, and integers wrap around.
 FLAGS = ("-ftree-loop-vectorize", "-fno-math-errno", "-fno-trapping-math", "-ffp-contract=off", "-fwrapv")
@@ -65,12 +64,11 @@ def number_kernel(graph: Graph) -> str:
         NoSpelling: C++ has no expression for an operation of the rule.
     """
     elements = Elements(graph, 0)
-    names = Names(elements)
-    computed = Statements(names, [store.value for store in elements.stores], {})
+    computed = Statements(elements, [store.value for store in elements.stores], {})
     texts = [bare(computed.texts[store.value]) for store in elements.stores]
     results = [f"const auto result{i} = {text};" for i, text in enumerate(texts)]
     stores = [f"{store.into.name}[0] = result{i};" for i, store in enumerate(elements.stores)]
-    return _source(names, [*computed.lines, *results, *stores], [])
+    return _source(elements, [*computed.lines, *results, *stores], [])
 
 
 def flat_kernel(graph: Graph, width: int) -> str:
@@ -86,8 +84,7 @@ def flat_kernel(graph: Graph, width: int) -> str:
     return _Flat(Elements(graph, width)).source()
 
 
-def _source(names: Names, body: Sequence[str], more: Sequence[str]) -> str:
-    elements = names.elements
+def _source(elements: Elements, body: Sequence[str], more: Sequence[str]) -> str:
 
     def parameter(node: Node) -> str:
         is_sum = elements.kinds[node] is Kind.TOTAL
@@ -97,7 +94,7 @@ def _source(names: Names, body: Sequence[str], more: Sequence[str]) -> str:
     signature = ", ".join([*map(parameter, elements.inputs), *more])
     dtypes = {node.meta["val"].dtype for node in elements.nodes if isinstance(node.meta["val"], torch.Tensor)}
     prelude = f"{PRELUDE}\n{PRELUDE_F16}" if torch.float16 in dtypes else PRELUDE
-    functions = "\n".join(names.functions.values())
+    functions = "\n".join(elements.functions.values())
     lines = "\n".join(_indented(body))
     return f"""{prelude}
 namespace {{
@@ -123,7 +120,7 @@ class _Flat:
     """Writer of the loops over the elements of a flat rule."""
 
     def __init__(self, elements: Elements) -> None:
-        self.elements, self.names = elements, Names(elements)
+        self.elements = elements
         kinds, of_elements = elements.kinds, elements.of_kind(Kind.OF_ELEMENT, elements.nodes)
         self.stores = [store for store in elements.stores if kinds[store.into] is Kind.OF_ELEMENT]
         self.block_stores = [store for store in elements.stores if kinds[store.into] is Kind.OF_BLOCK]
@@ -170,24 +167,24 @@ class _Flat:
         elements = self.elements
         numbers = elements.of_kind(Kind.NUMBER, elements.nodes)
         of_numbers = [node for node in numbers if isinstance(node.meta["val"], torch.Tensor)]
-        before = Statements(self.names, of_numbers, {})
+        before = Statements(elements, of_numbers, {})
         self.known = before.texts
         body = [*self._loaded(of_numbers), *before.lines, *self._buffers()]
-        of_rows = Statements(self.names, elements.of_kind(Kind.OF_ROW, elements.nodes), self.known)
+        of_rows = Statements(elements, elements.of_kind(Kind.OF_ROW, elements.nodes), self.known)
         self.known = of_rows.texts
         chunk = [*of_rows.lines, *self._reads(), *self._loops(), *self._writes()]
         if elements.is_matrix:
             body += ["int64_t row = first[0] / columns[0], column = first[0] % columns[0];"]
         body += ["const auto chunk = [&](int64_t at, int count) __attribute__((always_inline)) {"]
         body += [*_indented(chunk), "};", *self._run()]
-        return _source(self.names, body, ["int64_t n"])
+        return _source(elements, body, ["int64_t n"])
 
     def _loaded(self, numbers: Sequence[Node]) -> list[str]:
         """Load each scalar once: the compiler does not know that no store changes it."""
         lines = []
         for node in numbers:
             if node.op == "placeholder":
-                name = self.names.of(node)
+                name = self.elements.name_of(node)
                 lines.append(f"const {in_register(node.meta['val'].dtype)} {name} = {node.name}[0];")
                 self.known[node] = name
         return lines
@@ -195,7 +192,7 @@ class _Flat:
     def _buffers(self) -> list[str]:
         lines = [_buffer(f"{name}_in", kind) for _, name, kind in self.buffered]
         lines += [
-            _buffer(f"{self.names.of(node)}_kept", in_register(node.meta["val"].dtype))
+            _buffer(f"{self.elements.name_of(node)}_kept", in_register(node.meta["val"].dtype))
             for node in dict.fromkeys([*self.kept, *self.quotients])
         ]
         for store, name in self.apart.items():
@@ -226,11 +223,15 @@ class _Flat:
         lines += [f"add_up({total}_lanes, {total}_of, count);" for total, _ in self.totals]
         return lines
 
+    def _in_buffers(self, kept: Iterable[Node]) -> dict[Node, str]:
+        """Return the elements of the buffers of values."""
+        return {node: f"{self.elements.name_of(node)}_kept[j]" for node in kept}
+
     def _loops(self) -> list[str]:
         first = self._early_loops()
         if not first:
             return self._late_loop(self.read, finite=False)
-        kept = {node: f"{self.names.of(node)}_kept[j]" for node in self.kept}
+        kept = self._in_buffers(self.kept)
         if not self.elements.tested:
             return [*first, *self._late_loop({**self.read, **kept}, finite=False)]
         quick, careful = (
@@ -256,7 +257,7 @@ class _Flat:
             f"uint32_t block_largest{i}[{CHUNK // elements.width}];" for i, _ in enumerate(elements.in_blocks)
         ]
         loops = self._early_loop([*self.first, *self.quotients], known)
-        kept = {node: f"{self.names.of(node)}_kept[j]" for node in (*self.kept, *self.quotients)}
+        kept = self._in_buffers((*self.kept, *self.quotients))
         later = [node for each in self.later for node in each]
         for wanted in filter(None, self.later):
             done = {node: text for node, text in kept.items() if node not in later}
@@ -266,12 +267,12 @@ class _Flat:
 
     def _early_loop(self, wanted: Sequence[Node], known: Mapping[Node, str]) -> list[str]:
         """Write a loop that computes some of the early values."""
-        elements, names = self.elements, self.names
-        kept = [node for node in dict.fromkeys([*self.kept, *self.quotients]) if node in wanted]
+        elements = self.elements
+        kept = self._in_buffers(node for node in (*self.kept, *self.quotients) if node in wanted)
         tested = [node for node in elements.tested if node in wanted]
         of_blocks = [node for node in elements.in_blocks if node in wanted]
-        computed = Statements(names, [*kept, *tested, *of_blocks], known, finite=True)
-        lines = [*computed.lines, *(f"{names.of(node)}_kept[j] = {computed.texts[node]};" for node in kept)]
+        computed = Statements(elements, [*kept, *tested, *of_blocks], known, finite=True)
+        lines = [*computed.lines, *(f"{at} = {computed.texts[node]};" for node, at in kept.items())]
         begin, end, noted = list(computed.of_block), list[str](), list[str]()
         if tested:
             largest = "largest"
@@ -298,7 +299,7 @@ class _Flat:
         wanted = [_stored(store) for store in self.stores]
         wanted += [value for _, value in self.totals]
         given = {**self.known, **known, **self._scales()}
-        done = Statements(self.names, [*wanted, *of_blocks], given, finite=finite, before_stores=True)
+        done = Statements(self.elements, [*wanted, *of_blocks], given, finite=finite, before_stores=True)
         lines = list(done.lines)
         for store in self.stores:
             value = bare(done.texts[_stored(store)])

@@ -3,8 +3,7 @@
 An operation has a spelling in C++ if IEEE 754 or integer arithmetic defines its result, so that a scalar
 loop, a vector and eager torch agree in all bits. Functions that every library rounds in its own way (``exp``,
 ``pow``) are spelled in C++ for single numbers alone, where they are C's; a loop with one of them is left to
-Inductor, which calls a library of vectors. In Triton they are those of ``libdevice``, as in Inductor's
-kernels.
+Inductor, which calls a library of vectors. In Triton they are ``libdevice``'s, as in Inductor's kernels.
 """
 
 from __future__ import annotations

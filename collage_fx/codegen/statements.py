@@ -8,30 +8,16 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch.fx import Node
 
-from collage_fx.codegen.elements import Elements, Kind, function_at, is_rounding, needed_for, place
+from collage_fx.codegen.elements import Elements, Kind, function_at, is_rounding, place
 from collage_fx.codegen.functions import expression
 from collage_fx.codegen.spellings import CPP, bare, in_register
+from collage_fx.graph import made_of
 from collage_fx.numerics import number_of_code
 
 aten = torch.ops.aten
 
 #: Operators that read a small integer alike with more bits: a store, and that of a code, which has no others.
 TAKE_ANY_BITS = {aten.copy_.default, number_of_code}
-
-
-class Names:
-    """Names of a kernel's values, and C++ definitions of the functions that it calls, by name."""
-
-    def __init__(self, elements: Elements) -> None:
-        self.elements = elements
-        self.functions: dict[str, str] = {}
-        self._names: dict[Node, str] = {}
-
-    def of(self, node: Node) -> str:
-        """Return the name of a value; that of an input is its pointer's, with ``_0`` for a single number."""
-        if node.op == "placeholder":
-            return f"{node.name}_0"
-        return self._names.setdefault(node, f"t{len(self._names)}")
 
 
 class Statements:
@@ -49,20 +35,20 @@ class Statements:
 
     def __init__(
         self,
-        names: Names,
+        elements: Elements,
         wanted: Sequence[Node],
         known: Mapping[Node, str],
         *,
         finite: bool = False,
         before_stores: bool = False,
     ) -> None:
-        self._names, self._finite = names, finite
-        self._overwritten = names.elements.written if before_stores else set()
+        self._elements, self._finite = elements, finite
+        self._overwritten = elements.written if before_stores else set()
         self.texts = dict(known)
         self.lines: list[str] = []
         self.of_block: list[str] = []
-        needed = needed_for(wanted, known).difference(known)
-        order = [node for node in names.elements.nodes if node in needed]
+        needed = made_of(*wanted, up_to=known).difference(known)
+        order = [node for node in elements.nodes if node in needed]
         uses = Counter(wanted)
         for node in order:
             uses.update(node.all_input_nodes)
@@ -73,17 +59,17 @@ class Statements:
         if not isinstance(node.meta["val"], torch.Tensor):
             self.texts[node] = node.name  # a length, of which tensors of constants are made
             return
-        kind, dtype = self._names.elements.kinds[node], node.meta["val"].dtype
+        kind, dtype = self._elements.kinds[node], node.meta["val"].dtype
         text = self._expression(node)
         is_worth_a_name = is_shared and bool(node.all_input_nodes) and not text.isidentifier()
         if is_worth_a_name or kind in (Kind.OF_BLOCK, Kind.OF_ROW) or node in self._overwritten:
-            line = f"const {in_register(dtype)} {self._names.of(node)} = {bare(text)};"
+            line = f"const {in_register(dtype)} {self._elements.name_of(node)} = {bare(text)};"
             (self.of_block if kind is Kind.OF_BLOCK else self.lines).append(line)
-            text = self._names.of(node)
+            text = self._elements.name_of(node)
         self.texts[node] = text
 
     def _expression(self, node: Node) -> str:
-        elements = self._names.elements
+        elements = self._elements
         kind, dtype = elements.kinds[node], node.meta["val"].dtype
         if node.op == "placeholder":
             places = {
@@ -98,7 +84,7 @@ class Statements:
             return "int32_t(at + j)" if elements.width else "0"
         finite = "true" if self._finite and kind is Kind.OF_ELEMENT else "false"
         if (function := function_at(node)) is not None:
-            self._names.functions[function.name] = function.definition
+            elements.functions[function.name] = function.definition
             name = f"{function.name}<{finite}>" if function.tests else function.name
             operands = ", ".join(bare(self.texts[arg]) for arg in node.args if isinstance(arg, Node))
             is_cut = function.is_cut or all(user.target in TAKE_ANY_BITS for user in node.users)

@@ -3,8 +3,7 @@
 Note [A kernel over a table]
 ----------------------------
 A kernel is launched once for all tensors, and reads its arguments from a row of a table of 64-bit words: an
-address for each pointer, and the length. A program finds its row and its block in its own word,
-``row << 32 | block``.
+address for each pointer, and the length. A program's own word is ``row << 32 | block``.
 
 The body of a kernel is a function that is called for a full block at once, and for a tensor's last block in
 pieces of an element for each thread. The mask of a full block is all ones, which Triton omits: then the block

@@ -4,8 +4,7 @@ Note [State of the size of weights]
 -----------------------------------
 Some state is as large as the parameter p itself: an average of weights, their previous values, an anchor.
 ``p -= 0.1 (p - average)`` subtracts two nearly equal numbers, so rounding the average (by up to 1/256 of it
-in bfloat16) changes the update, about 1e-5 of p, by many times its size. The state's own recurrence does not
-show this.
+in bfloat16) changes the update, about 1e-5 of p, by many times its size. No recurrence shows this.
 
 So the derivatives of all new values with respect to all old values are read off the graph where it is
 linear: ``p' = sum of c_s s``, and ``s' = a s + ...`` for each state. With p held at 1, a state converges to

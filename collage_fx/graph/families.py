@@ -114,8 +114,7 @@ def repeated_graph(gm: GraphModule, repetition: Repetition) -> GraphModule:
     """Build the whole functional graph from the graph of one member of each family.
 
     A node's ``meta["val"]`` is that of its original in the small graph, but for members of other shapes, and
-    for results that have memory of their own. If the small graph is the whole graph, it is
-    returned unchanged.
+    for results that have memory of their own. A small graph that is the whole graph is returned unchanged.
     """
     if repetition.is_whole:
         return gm
@@ -186,8 +185,7 @@ def first_of_one_size(graph: Graph, repetition: Repetition) -> Node | None:
 def _families_of_nodes(graph: Graph, inputs: dict[Node, int | None]) -> dict[Node, int | None]:
     """Return the family of each node of the small graph; None for common nodes.
 
-    A node computed from constants and common numbers alone belongs to the family that reads it, if it is a
-    single family.
+    A node computed from constants and common numbers alone belongs to the only family that reads it.
     """
     families = dict(inputs)
     for node in graph.nodes:

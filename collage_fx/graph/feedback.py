@@ -14,8 +14,7 @@ error term, the stored value is ``hi + lo``, after rounding to the pair (hi, lo)
 * If c' read hi alone, c would keep the part that lo already holds, and add it a second time.
 
 So c' reads ``hi + lo``, and c holds the rest that two numbers of the storage format cannot: the sum of all
-updates is ``hi + lo + c`` to c's precision, and the error of ``hi + lo`` is one rounding in all, not one per
-step.
+updates is ``hi + lo + c`` to c's precision, and ``hi + lo`` is off by one rounding in all, not one per step.
 """
 
 from __future__ import annotations

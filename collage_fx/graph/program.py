@@ -74,8 +74,7 @@ class Recurrence:
     Attributes:
         expression: the new value; other state tensors' new values appear as primed symbols.
         slopes: the coefficients of the old value, one per branch of a piecewise linear update (maximum,
-            where): a number if known at compile time, otherwise a SymPy expression. Empty if the dependence
-            is not linear.
+            where), numbers if known at compile time. Empty if the dependence is not linear.
         path: the nodes between the load and the store of the tensor, in graph order.
     """
 
@@ -157,8 +156,7 @@ class StateTensor(Expansion):
         selection: why it is, or is not, compensated under the chosen strategy.
         not_packed: why it stays unpacked although state is to be packed; empty if packed or not to be.
         refusal: set by the compensating pass: why it could not keep the error term; empty if it could.
-        remedy: set by the compensating pass: what the user can do about the refusal; the arithmetic's usual
-            advice if empty.
+        remedy: likewise: what the user can do about the refusal; if empty, the arithmetic's usual advice.
         keeps_small_updates: set by ``sum-changes``: whether the sum that is stored is rounded by dither.
         rounded: set by ``repay``: hi and the auxiliaries that are stored, rounded to nearest.
         counts_steps: set by ``repay``: whether its steps are counted although they are rounded to nearest.
@@ -248,8 +246,7 @@ class StepProgram:
     Attributes:
         gm: the graph, edited in place by the passes.
         infos: one :class:`InputInfo` per input of the whole graph.
-        repetition: relation of the inputs of ``gm`` to those of the whole graph; if left out, ``gm`` is the
-            whole graph.
+        repetition: relation of the inputs of ``gm`` to those of the whole graph; by default both are one.
         already_compensated: positions of inputs that have error terms already (from another compiled
             callable, an earlier compilation or a checkpoint).
         has_lasting_terms: positions of inputs whose error terms are not from the step that made them.
@@ -258,8 +255,7 @@ class StepProgram:
         is_recorded: whether it is a part of a recorded step: another part may have computed, from the old
             value of an input, the new value that this part stores.
         is_compiled: whether it is compiled, rather than run operation by operation.
-        rounded_at_random: set by ``undo-stochastic-rounding``: inputs whose new values the optimizer rounded
-            stochastically.
+        rounded_at_random: set by ``undo-stochastic-rounding``: inputs that the optimizer rounded at random.
         rounding: rounding of state without error terms: see :class:`~collage_fx.CollageBackend`.
         changes: whether the changes of a state are summed before they are added to it, likewise.
         summed: set by ``sum-changes``: number of updates that it has rewritten.

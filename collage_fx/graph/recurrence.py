@@ -28,8 +28,7 @@ from collage_fx.numerics import FloatFormat
 
 aten = torch.ops.aten
 
-#: Relative distance from its target at which a moving average may stall without counting as lossy: see
-#: :func:`judge`.
+#: Relative distance from its target at which a moving average may stall without being lossy: :func:`judge`.
 TOLERATED_STALL = Fraction(1, 16)
 
 #: Largest number of operations in an expression for people; longer expressions are cut off. An iterated
@@ -258,8 +257,7 @@ def judge(recurrence: Recurrence, fmt: FloatFormat) -> Verdict:
     band ``u/(1 - a)`` exceeds :data:`TOLERATED_STALL` (1/16, 6 %), or if the format represents ``a`` so badly
     that the rate 1 - a has a larger relative error than that. In bfloat16 the limit lies between a = 0.9
     (0.039) and 0.95 (0.078); in float16 between 0.99 (0.049) and 0.995 (0.098). A decay that is unknown at
-    compile time may be arbitrarily near 1, so it counts as lossy. An overwrite is not lossy: it keeps nothing
-    of the old value.
+    compile time may be arbitrarily near 1, so it counts as lossy. An overwrite is not lossy.
     """
     if recurrence.kind is Kind.OVERWRITE:
         noise = rms_noise(Fraction(0), fmt)

@@ -6,8 +6,7 @@ Adafactor keeps a mean for each row and each column of a matrix, and Ranger subt
 flat rule on the host that reads such values takes its elements as a matrix: the leading dimensions are the
 rows, the trailing ones the columns. A tensor ``[rows, 1]`` has a number for each row, ``[1, columns]`` for
 each column; ``[64, 32, 3, 3]`` and ``[64, 1, 1, 1]`` are 64 rows of 288 columns. All smaller tensors of a
-rule must agree on the number of columns, which the kernel is given; ``[1, 1]`` goes with any. All must be
-contiguous.
+rule, contiguous, must agree on the number of columns, which the kernel is given; ``[1, 1]`` goes with any.
 """
 
 from __future__ import annotations

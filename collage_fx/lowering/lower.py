@@ -37,8 +37,7 @@ DENSE_REUSE = {"realize_opcount_threshold": 8, "max_fusion_size": MOST_NODES}
 
 #: Settings for error-free transformations, whose ``(a + b) - a`` unsafe optimizations make ``b``, and for
 #: integers modulo 2**32: without ``-fwrapv`` GCC takes away the end of a loop in which an int always
-#: overflows. Inductor has no setting for options of the compiler, and puts the flag's text into its command
-#: as it is.
+#: overflows. Inductor puts the text of a flag into its command as it is.
 IEEE_SETTINGS: dict[str, Any] = {
     "cpp.enable_unsafe_math_opt_flag": False,
     "cpp.enable_floating_point_contract_flag": "off -fwrapv",
@@ -48,8 +47,7 @@ IEEE_SETTINGS: dict[str, Any] = {
 #: its memory with the gradient, or with other momentum, and is overwritten with it. Plain Inductor does that.
 JOINT_GRAPH_SETTINGS: dict[str, Any] = {"joint_graph_constant_folding": False}
 
-#: ``native`` rounds every operation, which Triton's division (``div.full.f32``, within 2 ulps) otherwise does
-#: not.
+#: ``native`` rounds every operation, also Triton's division, otherwise ``div.full.f32`` within 2 ulps.
 NATIVE_SETTINGS: dict[str, Any] = {**IEEE_SETTINGS, **DENSE_REUSE, "eager_numerics.division_rounding": True}
 
 #: Description of an argument that a step adds to its arguments.
@@ -72,12 +70,10 @@ def lower(
     Args:
         program: after the pipeline. With strategy "none" Inductor's settings are left as they are.
         example_inputs: fake inputs for the graph as captured; those of the error terms are appended here.
-        inductor_options: options that ``compile_fx`` passed for its own inner compiler (static inputs, CUDA
-            graphs, ...).
+        inductor_options: options that ``compile_fx`` passed for its own inner compiler.
 
     Returns:
-        the compiled step, or a reason if the graph of one member per family cannot be repeated. A whole graph
-        is always compiled.
+        the compiled step; only for a graph of one member per family perhaps a reason, if it is not repeated.
     """
     repetition = program.repetition
     not_compiled = why_not_compiled(

@@ -52,11 +52,7 @@ LONGEST = 1 << 31
 
 
 class Symbol(Enum):
-    """Placeholder in the arguments of an operation.
-
-    They stand for the symbolic length, the symbolic number of columns, and the index of a piece's first
-    element, 0-d.
-    """
+    """Placeholder in arguments: for the length, the columns, or the index of the first element."""
 
     LENGTH = "n"
     COLUMNS = "columns"

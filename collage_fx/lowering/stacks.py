@@ -45,10 +45,8 @@ def stacked_graph(rule: Rule, scope: SymbolicScope, stacked: Sequence[bool]) -> 
     """Return the graph of a rule for stacks of its tensors, and the most members that it holds for.
 
     With as many, each value has fewer than 2**31 elements, the words of the host's numbers among them. The
-    compiler knows, and so has no question whose answer would bind the graph to one number of members.
-
-    The rule is not flat, and stores into no input. ``stacked`` tells for each operand whether it is a stack;
-    results are.
+    compiler knows, and so has no question whose answer would bind the graph to one number of members. The
+    rule is not flat, and stores into no input. ``stacked`` tells of each operand whether it is a stack.
     """
     single = graph_of(rule, scope, MEMBERS)
     operands = placeholders(single.graph)[: len(stacked)]

@@ -1,7 +1,6 @@
 """Numerics: storage formats, compensated arithmetic, error formats, and the sums that measure an update.
 
-They are eager functions of tensors, and facts about formats. Nothing here knows of graphs, optimizers or
-compilers.
+They are eager functions of tensors, and facts about formats, and know no graphs, optimizers or compilers.
 """
 
 from collage_fx.numerics.arithmetic import DoubleWord as DoubleWord

@@ -169,8 +169,7 @@ def upper_half(value: Tensor) -> Tensor:
 def lower_half(value: Tensor) -> Tensor:
     """Return the lower half of the bit pattern of float32 ``value`` as a signed int16.
 
-    The pattern of the value is that of :func:`upper_half` plus this number. It is zero where the upper half
-    is not finite.
+    The pattern of the value is that of :func:`upper_half` plus this number: zero where that is not finite.
     """
     is_finite = upper_half(value).abs() < inf
     return torch.where(is_finite, value.view(torch.int32), 0).to(torch.int16)
@@ -228,8 +227,7 @@ def round_to_storage(x: Tensor, dtype: torch.dtype) -> Tensor:
       rounds: a compiler that respects IEEE arithmetic may simplify neither;
     * every later cast between float32 and the storage format is exact, so dropping it changes nothing.
 
-    ``pin-roundings`` brings a graph into this form; tests check the graph, the eager bits and the compiled
-    bits.
+    ``pin-roundings`` brings a graph into this form; tests check the graph and the bits, eager and compiled.
 
     Exact for every float32: ties to even, subnormals, overflow to infinity; ±0 and ±infinity stay, and a NaN
     is some NaN. All operations are ones that Inductor vectorizes in C++: 32-bit integers, no variable shifts.
@@ -285,8 +283,7 @@ def scalar_like(value: float, like: Tensor) -> Tensor:
 def double_word_constant(value: float, dtype: torch.dtype) -> tuple[float, float]:
     """Split a Python number into a double word of ``dtype``: (RN(value), RN(value - RN(value))).
 
-    The error is at most ``max(u**2 |value|, q/2)``, where q is the format's smallest subnormal. lo is zero if
-    hi is not finite.
+    The error is at most ``max(u**2 |value|, q/2)``, as of :func:`split`. lo is zero if hi is not finite.
     """
     fmt = storage_format(dtype)
     hi = fmt.round(value)

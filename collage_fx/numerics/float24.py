@@ -7,8 +7,7 @@ The byte is between -128 and 127, because ties round up: away from zero in bfloa
 patterns, and towards infinity in float16.
 
 So every value of the byte is used, and a slow drift can pass every number. If hi were rounded to nearest
-even, the byte would have to be 128 in some ties. Limited to 127, a weight would stay there until a step is a
-unit long.
+even, the byte would have to be 128 in some ties; limited to 127, a weight would stay there.
 """
 
 from __future__ import annotations

@@ -5,8 +5,7 @@ Note [One node, one definition]
 A pinned rounding is a dozen elementary operations. Put into the graph one by one they would bury the step
 that a person wants to read, and Inductor, which inlines a value into each of its readers, would trace them
 again and again. So each is an operator of its own, whose eager implementation is the function of the same
-name. What it is compiled to is made of a trace of that function: the arithmetic is written once
-(``codegen``).
+name, and ``codegen`` compiles a trace of that function: the arithmetic is written once.
 """
 
 from __future__ import annotations

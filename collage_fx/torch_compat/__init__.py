@@ -1,13 +1,11 @@
 """Everything that rests on torch's private interfaces, and so may differ from version to version.
 
-Supported: torch 2.11 and newer (tested on 2.11, 2.13 and 2.15). If a private name that a module imports has
-moved, the first use of a name reports it, with the versions that are known to work. Other changes in torch
-are reported when a step is compiled (:func:`misfits`), not by an AttributeError in the middle of a training
-run; if a change costs only time, ``collage-fx doctor`` alone reports it.
+Supported: torch 2.11 and newer (tested on 2.11, 2.13 and 2.15). A private name that has moved is reported by
+the first use of a name, with the versions that are known to work. Other changes in torch are reported when a
+step is compiled (:func:`misfits`); by ``collage-fx doctor`` alone if they cost only time.
 
-There is a module for each part of torch, which its docstring names. ``patching`` has the way to replace a
-function of torch; the modules ``patch_*`` replace functions in Dynamo, in Inductor, and outside of
-compilations; ``patches`` is a list of all replacements.
+There is a module for each part of torch, which its docstring names. The modules ``patch_*`` replace functions
+of torch: Note [Patches] in ``patching.py``. ``patches`` is a list of all replacements.
 """
 
 from __future__ import annotations

@@ -79,8 +79,7 @@ def aot_input_of(
     Returns:
         ``("attribute", name)`` for a parameter or buffer of the Dynamo module, ``("argument", position)`` for
         an input of the module, ``("alias", description)`` for the common memory of several aliasing inputs,
-        None for others (tokens, and inner tensors of tensor subclasses). The local shard of a DTensor has the
-        origin of the DTensor.
+        None for others (tokens, inner tensors of subclasses). A DTensor's local shard has its origin.
     """
     descriptor = placeholder.meta.get("desc")
     if isinstance(descriptor, SubclassGetAttrAOTInput) and descriptor.attr == "_local_tensor":

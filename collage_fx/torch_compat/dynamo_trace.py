@@ -147,8 +147,7 @@ def is_in_dynamo(function: FunctionType) -> bool:
 class Refused(ShortenTraceback):
     """Exception that the caller of a compiled function gets without Dynamo's frames and without its remarks.
 
-    Frames from the first one of other code are kept, such as a closure's. With ``TORCHDYNAMO_VERBOSE=1`` all
-    are kept.
+    Frames from the first one of other code are kept, as a closure's; all with ``TORCHDYNAMO_VERBOSE=1``.
 
     Attributes:
         frames: frames to show if there is no other code, such as those of the exception that led to this one.

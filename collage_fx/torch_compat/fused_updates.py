@@ -3,9 +3,8 @@
 Note [A wish for speed]
 -----------------------
 With ``fused=True``, torch.optim calls a single operator for the whole update (``torch._fused_adamw_``), which
-hides all operations that could be compensated, and Dynamo breaks the graph there. But ``fused=True`` does not
-request another update, only a fast one, and Inductor generates fused kernels itself. So a step that is
-compiled or recorded for this backend computes the update of ``fused=False``:
+hides all operations that could be compensated. But the wish is for speed, not for another update, and
+Inductor generates fused kernels itself. So a step for this backend computes the update of ``fused=False``:
 
 * For each function that chooses between both (``torch.optim.adamw.adamw``), Dynamo traces a substitute,
   registered by ``torch.compiler.substitute_in_graph`` (:func:`trace_unfused`). In steps that are compiled for

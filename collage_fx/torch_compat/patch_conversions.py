@@ -351,8 +351,7 @@ def _decide(watch: Watch, original: Callable[[Any], Any], callback: Any) -> Any:
     Otherwise the original function runs, and an optimizer's step hooks take care of the step. Dynamo handles
     no call while this thread records a step. Of a backend that compensates, by torch's stance:
 
-    - Those that forbid compiling, and ``TORCH_COMPILE_DISABLE``: none. Dynamo would mark the code as never to
-      be compiled.
+    - Those that forbid compiling, and ``TORCH_COMPILE_DISABLE``: none. Dynamo would never compile the code.
     - ``force_backend``: none, because the forced backend would not compensate.
     - ``"eager_on_recompile"``: existing compiled code is called. New code is compiled only for functions that
       a step calls after its hooks, because then the step can no longer be taken in another way.

@@ -2,8 +2,7 @@
 
 Note [Patches]
 --------------
-A function of torch is replaced only where torch has no hook. These rules keep replacements from affecting
-other code:
+A function of torch is replaced only where torch has no hook. Rules keep replacements from other code:
 
 * A replacement that only this backend's compilations need is *entered* around them (:meth:`Patch.entered`),
   in this thread alone: other threads call the original.
@@ -11,8 +10,7 @@ other code:
   use]); it first tests whether a call concerns this package.
 * Each patch states its requirements (:attr:`Patch.misfit`). In a version of torch that does not meet them, it
   changes nothing. If results depend on the patch, each compilation is refused; if only time or memory do,
-  everything works without it. The import succeeds, so that ``collage-fx doctor`` can report the patch. What
-  the results depend on is not required again by patches for speed.
+  everything works without it, and ``collage-fx doctor`` reports it.
 * Other code's replacement of the same function is not removed, whether it came before or after.
 * Each patch says with what it would go (:attr:`Patch.goes_with`).
 

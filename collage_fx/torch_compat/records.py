@@ -7,8 +7,7 @@ of the file that knows those facts, and its attributes say what they are. Whoeve
 gets the only one there is. Parts do not reference the object that they are of, or it would live for ever.
 
 Each step asks for some parts. So they are found by the ``id`` of their object, in one call of Python, beside
-a weak reference that removes them. Those of tensors are in torch's dictionary, as a tensor can come to life
-again.
+a weak reference that removes them. Those of tensors, which can come to life again, are in torch's dictionary.
 """
 
 from __future__ import annotations

@@ -213,8 +213,7 @@ def local_tensor(tensor: torch.Tensor, sharding: Sharding | None = None) -> torc
     """Return this process's shard of a DTensor, as the same object each time; other tensors unchanged.
 
     ``sharding`` is the placement of the wanted shard, by default the tensor's own. An ordinary tensor, which
-    all processes hold, is cut. A DTensor with another placement is redistributed, so all processes must call
-    this function.
+    all processes hold, is cut. A DTensor with another placement is redistributed: all processes must call it.
     """
     of, distributed = sharding_of(tensor), cast(Any, tensor)
     if of is None:
@@ -237,14 +236,9 @@ def distributed_like(
 ) -> torch.Tensor:
     """Return a DTensor with the placement of ``tensor`` and the local shard ``local``.
 
-    Args:
-        tensor: the tensor.
-        local: this process's shard. It may have further dimensions, for several numbers per element.
-        shape: shape of the whole, contiguous result, if ``local`` does not match the elements of ``tensor``
-            but has other elements in the same rows.
-
-    Returns:
-        the DTensor, or ``local`` itself if ``tensor`` is no DTensor.
+    It is ``local`` itself if ``tensor`` is no DTensor. ``local`` may have further dimensions, for several
+    numbers per element. ``shape`` is that of the whole, contiguous result, if ``local`` has other elements
+    than ``tensor`` in the same rows.
     """
     whole: Any = tensor
     if (sharding := sharding_of(tensor)) is None:
@@ -274,10 +268,9 @@ def distributed(
 def metadata_check(tensors: Sequence[torch.Tensor]) -> Callable[..., bool]:
     """Return a function that tests whether tensors have the same metadata as the given tensors.
 
-    Compared are class, dtype, device, size, stride, dispatch keys (sparse, negated, ...), and whether a
-    gradient is required: code that is compiled for the given tensors can take the others. The test, a single
-    call into C++, may return False for matching tensors, if the thread's modes have changed or a tensor is
-    passed twice. It does not keep the given tensors alive.
+    Compared are class, dtype, device, size, stride, dispatch keys, and whether a gradient is required: code
+    that is compiled for the given tensors can take the others. The test, a single call into C++, may return
+    False for matching tensors, if the thread's modes have changed or a tensor is passed twice.
     """
     # Both arguments are required: without them the constructor crashes.
     dynamic: Any = {"dynamic_dims_sizes": None, "dynamic_dims_strides": None}
