@@ -8,14 +8,12 @@ and knows their lifetime.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 from collage_fx import graph
 from collage_fx.graph import Expansion, GraphEditor, StepProgram
 from collage_fx.passes.base import Pass
 
 
-@dataclass(frozen=True)
 class Allocate(Pass):
     """Pass that adds a placeholder for each auxiliary tensor of each selected state tensor, in their order.
 

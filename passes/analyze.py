@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from itertools import accumulate
 
@@ -32,7 +32,6 @@ ROUNDED_BITS = (
 )
 
 
-@dataclass(frozen=True)
 class Analyze(Pass):
     """Pass that fills ``program.states``: recurrences, verdicts, and the strategy's choice with reasons."""
 

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from dataclasses import dataclass
 from typing import ClassVar
 
 from collage_fx.graph import StepProgram
 
 
+@dataclass(frozen=True, eq=False)
 class Pass(ABC):
-    """Rewrite or analysis of a captured step: a frozen dataclass whose fields are its options.
+    """Rewrite or analysis of a captured step: a frozen dataclass whose fields are its options, if any.
 
     A pass edits ``program.gm`` in place and leaves it valid: FX's lint passes, every ``meta["val"]`` is
     correct, and only the ``copy_`` epilogue mutates. The pipeline clones the graph before the first pass, and
@@ -27,6 +29,12 @@ class Pass(ABC):
     #: Whether the pass only saves time or memory, and changes nothing but the graph and the records of its
     #: tensors. If it raises, the backend warns once, and goes on with the graph before it.
     optional: ClassVar[bool] = False
+
+    def __eq__(self, other: object) -> bool:
+        return type(self) is type(other) and vars(self) == vars(other)
+
+    def __hash__(self) -> int:
+        return hash(type(self))
 
     def applies_to(self, program: StepProgram) -> bool:
         """Return whether the pass has work to do for the program's strategy and arithmetic."""

@@ -40,7 +40,6 @@ DIVISIONS = (aten.div.Tensor, aten.reciprocal.default)
 Factors = Counter[Any]
 
 
-@dataclass(frozen=True)
 class ClearDenominators(Pass):
     """Pass that rewrites ``x / (a/c + e)`` as ``x / (a + e c) * c``, for numbers c computed in the graph."""
 

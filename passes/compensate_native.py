@@ -39,7 +39,6 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -58,7 +57,6 @@ aten = torch.ops.aten
 Word = tuple[Node, Node]
 
 
-@dataclass(frozen=True)
 class CompensateNative(Pass):
     """Pass that computes in double words from the load to the store of each selected tensor."""
 

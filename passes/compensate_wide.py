@@ -11,7 +11,6 @@ rounded value: Note [Kahan's own term] in ``graph/feedback.py``.
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
 
 import torch
 from torch.fx import Node
@@ -23,7 +22,6 @@ from collage_fx.passes.base import Pass
 aten = torch.ops.aten
 
 
-@dataclass(frozen=True)
 class CompensateWide(Pass):
     """Pass that loads each selected tensor by its error format's ``join`` and stores it by ``store``.
 

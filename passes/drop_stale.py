@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import functools
 import operator
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -22,7 +21,6 @@ from collage_fx.numerics import ErrorFormat
 from collage_fx.passes.base import Pass
 
 
-@dataclass(frozen=True)
 class DropStale(Pass):
     """Pass that reads error terms of state and sums as zero if they exceed half an ulp of hi."""
 

@@ -10,13 +10,10 @@ number on the host is still passed to a device kernel by value.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from collage_fx.graph import GraphEditor, StepProgram, has_elements, once, readers_of, tensor_value
 from collage_fx.passes.base import Pass
 
 
-@dataclass(frozen=True)
 class HoistScalars(Pass):
     """Pass that computes 0-d tensors once per step, if made of 0-d tensors and read by elementwise code."""
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import functools
 import operator
-from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
@@ -24,7 +23,6 @@ aten = torch.ops.aten
 prims = torch.ops.prims
 
 
-@dataclass(frozen=True)
 class Normalize(Pass):
     """Pass that replaces composite and foreach operators by elementary operations."""
 

@@ -26,7 +26,6 @@ A plug-in's formats get the same state. Whether they keep a divisor from becomin
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 
 import torch
 from torch.fx import Node
@@ -42,7 +41,6 @@ aten = torch.ops.aten
 _ROOTS = {aten.sqrt, aten.rsqrt, aten.reciprocal, aten.log}
 
 
-@dataclass(frozen=True)
 class PackState(Pass):
     """Pass that gives packed formats to state that it may pack; other state stays as ``analyze`` chose."""
 

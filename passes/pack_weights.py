@@ -7,14 +7,11 @@ single elements of a block. A recorded step chooses none.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from collage_fx.graph import StateTensor, StepProgram, splits_blocks
 from collage_fx.numerics import ErrorFormat
 from collage_fx.passes.base import Pass
 
 
-@dataclass(frozen=True)
 class PackWeights(Pass):
     """Pass that gives the format of weights to parameters that may have it; others keep error terms."""
 

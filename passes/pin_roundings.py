@@ -8,8 +8,6 @@ remaining cast is either exact or part of a store.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor
 
@@ -17,7 +15,6 @@ from collage_fx.graph import GraphEditor, Retyper, StepProgram
 from collage_fx.passes.base import Pass
 
 
-@dataclass(frozen=True)
 class PinRoundings(Pass):
     """Pass that rounds explicitly each result that the graph reads back; a store rounds the others."""
 

@@ -8,8 +8,6 @@ It is rounded to float32 where elements read it.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 from torch.fx import Node
 from torch.fx.node import map_arg
@@ -18,7 +16,6 @@ from collage_fx.graph import GraphEditor, StepProgram, is_conversion, is_transpa
 from collage_fx.passes.base import Pass
 
 
-@dataclass(frozen=True)
 class RefineNumbers(Pass):
     """Pass that carries 0-d float32 tensors in float64 until elements read them or a store writes them."""
 

@@ -38,7 +38,6 @@ Numbers that are made of whole tensors, such as LAMB's norms, count as constants
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable
-from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any
 
@@ -62,7 +61,6 @@ MOST_UNSCALED = 0.12
 _POWERS = {aten.sqrt.default: Fraction(1, 2), aten.reciprocal.default: Fraction(-1)}
 
 
-@dataclass(frozen=True)
 class Repay(Pass):
     """Pass that rounds moments to nearest, and subtracts the sum of later effects of each error."""
 

@@ -26,7 +26,6 @@ finite number. In other formats an infinite x becomes NaN.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -52,7 +51,6 @@ FORGETFUL = 2.0**-16
 LARGEST = torch.finfo(torch.float32).max
 
 
-@dataclass(frozen=True)
 class SumChanges(Pass):
     """Pass that rewrites a chain of sums and of factors near 1 as ``x + (all changes)``."""
 

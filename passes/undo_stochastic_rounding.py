@@ -19,7 +19,6 @@ outside the graph, or a rounding that is not random, whose cut-off bits the step
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -38,7 +37,6 @@ LEFT_SHIFT, RIGHT_SHIFT = aten.bitwise_left_shift.Tensor_Scalar, aten.bitwise_ri
 COMPARISONS = {aten.lt.Tensor: (0, 1), aten.gt.Tensor: (1, 0)}
 
 
-@dataclass(frozen=True)
 class UndoStochasticRounding(Pass):
     """Pass that replaces a stored ``stochastically_rounded(x)`` by ``x``, which gets error terms."""
 

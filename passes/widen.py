@@ -17,8 +17,6 @@ parameter moves by less than such a rounding.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from torch.fx import Node
 
 from collage_fx import graph
@@ -26,7 +24,6 @@ from collage_fx.graph import GraphEditor, Kind, Retyper, Role, StepProgram
 from collage_fx.passes.base import Pass
 
 
-@dataclass(frozen=True)
 class Widen(Pass):
     """Pass that turns low-precision arithmetic into float32 arithmetic; opaque operators keep their dtype.
 
