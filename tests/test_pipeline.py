@@ -3,6 +3,7 @@
 import copy
 import dataclasses
 import inspect
+from typing import Any
 
 import pytest
 import torch
@@ -29,7 +30,8 @@ def test_one_pass_one_file_one_name(each: Pass) -> None:
     assert type(each).__name__ == "".join(word.capitalize() for word in each.name.split("-"))
     assert type(each).__module__ == f"collage_fx.passes.{stem}"
     assert dataclasses.is_dataclass(each)
-    assert type(each).__dataclass_params__.frozen
+    kind: Any = type(each)
+    assert kind.__dataclass_params__.frozen
     assert inspect.getdoc(type(each))
 
 

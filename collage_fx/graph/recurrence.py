@@ -113,16 +113,12 @@ class _Reader:
             operands = (arg for arg in value.args if isinstance(arg, Node))
             expression, length = self._expression(value), 1 + sum(self._lengths.get(n, 1) for n in operands)
             if length > LONGEST_EXPRESSION:
-                expression, length = self._cut_off(value), 1
+                self._cuts.append(operation := operator_name(value.target))
+                times = self._cuts.count(operation)
+                expression = sympy.Symbol(f"{operation}(…)" + (f"#{times}" if times > 1 else ""))
+                length = 1
             self._expressions[value], self._lengths[value] = expression, length
         return self._expressions[value]
-
-    def _cut_off(self, node: Node) -> sympy.Expr:
-        """Return a symbol for a value: the name of its last operation, numbered if there are several."""
-        operation = operator_name(node.target)
-        self._cuts.append(operation)
-        times = self._cuts.count(operation)
-        return sympy.Symbol(f"{operation}(…)" + (f"#{times}" if times > 1 else ""))
 
     def _expression(self, node: Node) -> sympy.Expr:
         if node in self.peers:

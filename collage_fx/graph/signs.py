@@ -71,8 +71,11 @@ class Signs:
             is_even = isinstance(args[1], (int, float)) and args[1] % 2 == 0
             is_root = isinstance(args[1], float) and args[1] % 1 != 0  # NaN of negative numbers
             return 1 if is_even or is_root else self._sign(args[0]) and 1
-        if infix == "*":
-            return self._of_product(node)
+        if infix == "*":  # x * x is never negative, in whatever order it is computed
+            times = Counter(_factors_of(node))
+            odd = (factor for factor in times if times[factor] % 2 or not isinstance(factor, Node))
+            signs = [self._sign(factor) for factor in odd]
+            return 0 if 0 in signs else None if None in signs else 1
         if packet in (aten.clamp, aten.clamp_min, aten.clamp_max):
             sign, bounds = self._sign(args[0]), named_arguments(node.target, args, node.kwargs)
             if bounds.get("min") is not None:
@@ -90,13 +93,6 @@ class Signs:
             return 0
         adds_up = infix in ("+", "/") or packet is aten.where
         return max(first, second) if adds_up and first is not None and second is not None else None
-
-    def _of_product(self, node: Node) -> int | None:
-        """Return the sign of a product; x * x is never negative, in whatever order it is computed."""
-        times = Counter(_factors_of(node))
-        odd = (factor for factor in times if times[factor] % 2 or not isinstance(factor, Node))
-        signs = [self._sign(factor) for factor in odd]
-        return 0 if 0 in signs else None if None in signs else 1
 
 
 def stays_positive(state: StateTensor) -> bool:

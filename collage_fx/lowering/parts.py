@@ -35,21 +35,8 @@ from typing import Any
 
 from torch.fx import Graph, Node
 
-from collage_fx.graph import (
-    Reason,
-    components,
-    copies_to_inputs,
-    device_facts,
-    draws,
-    is_copy_to_input,
-    is_number,
-    once,
-    operands_of,
-    placeholders,
-    reached,
-    source_of,
-    tensor_value,
-)
+from collage_fx import graph
+from collage_fx.graph import Reason
 from collage_fx.torch_compat import OpOverload, pytree, schema_of, storage_of
 
 #: Kinds of nodes that are in no part, unless they are inputs that are stored into.
@@ -71,55 +58,55 @@ class Part:
     given: frozenset[Node]
 
 
-def parts_of(graph: Graph) -> list[Part] | Reason:
+def parts_of(step: Graph) -> list[Part] | Reason:
     """Return the parts of a functional graph with ``copy_`` epilogue, in a valid order."""
-    for node in graph.nodes:
+    for node in step.nodes:
         if not _is_a_function(node):
             return Reason.at(node, "it is not a function of its operands")
-    inputs = {_memory(node) for node in placeholders(graph)}
-    returned = [_memory(node) for node in dict.fromkeys(_returned(graph))]
+    inputs = {_memory(node) for node in graph.placeholders(step)}
+    returned = [_memory(node) for node in dict.fromkeys(_returned(step))]
     if len(set(returned)) < len(returned) or not inputs.isdisjoint(returned):
         return Reason("it returns a view of an input, or two of one memory")
-    return _in_order(graph)
+    return _in_order(step)
 
 
 def _is_a_function(node: Node) -> bool:
     """Return whether a node is an input, the output, or a function that makes new tensors."""
     if node.op in ("placeholder", "get_attr"):
-        return tensor_value(node) is not None or is_number(node)
-    if node.op == "output" or is_copy_to_input(node):
+        return graph.tensor_value(node) is not None or graph.is_number(node)
+    if node.op == "output" or graph.is_copy_to_input(node):
         return True
     if node.op != "call_function":
         return False
     if not isinstance(node.target, OpOverload):
         # Indexing of several results, and Python arithmetic on symbolic numbers.
-        return node.target is operator.getitem or is_number(node)
-    return not schema_of(node.target).is_mutable and not draws(node.target)
+        return node.target is operator.getitem or graph.is_number(node)
+    return not schema_of(node.target).is_mutable and not graph.draws(node.target)
 
 
 def _memory(node: Node) -> int | None:
-    value = tensor_value(node)
+    value = graph.tensor_value(node)
     return None if value is None else storage_of(value)
 
 
-def _cut(graph: Graph) -> tuple[dict[Node, int], list[tuple[Node, Node]]]:
+def _cut(step: Graph) -> tuple[dict[Node, int], list[tuple[Node, Node]]]:
     """Return the number of each node's part, and pairs of a scalar that crosses parts and a reader."""
-    stored = copies_to_inputs(graph)
-    free, scalar, kept = _numbers(graph, stored)
+    stored = graph.copies_to_inputs(step)
+    free, scalar, kept = _numbers(step, stored)
     given = scalar.difference(stored)
-    bound = [node for node in graph.nodes if node in stored or not (node in free or node.op in OUTSIDE)]
+    bound = [node for node in step.nodes if node in stored or not (node in free or node.op in OUTSIDE)]
     known = frozenset(bound)
 
     def joined(node: Node) -> Iterator[Any]:
         yield node
         if node in kept:
-            inputs = [each for each in reached([node], operands_of) if each.op == "placeholder"]
-            yield from inputs or [once]
+            inputs = [each for each in graph.reached([node], graph.operands_of) if each.op == "placeholder"]
+            yield from inputs or [graph.once]
         for operand in node.all_input_nodes:
             if operand in known and (operand not in given or node in scalar):
                 yield operand
 
-    pieces = components([*bound, *free.intersection(_returned(graph))], joined)
+    pieces = graph.components([*bound, *free.intersection(_returned(step))], joined)
     piece_of = {node: i for i, piece in enumerate(pieces) for node in piece}
     of_elements = (node for node in bound if node not in scalar)
     cuts = [(each, node) for node in of_elements for each in node.all_input_nodes if each in given]
@@ -129,40 +116,39 @@ def _cut(graph: Graph) -> tuple[dict[Node, int], list[tuple[Node, Node]]]:
 
     def only_reader(i: int) -> set[int]:
         """Return the only reader of a piece of scalars on a launched device, which joins such pieces."""
-        value = tensor_value(pieces[i][0])
-        is_launched = value is not None and device_facts(value.device).is_launched
+        value = graph.tensor_value(pieces[i][0])
+        is_launched = value is not None and graph.device_facts(value.device).is_launched
         return readers[i] if is_launched and len(readers[i]) == 1 and kept.isdisjoint(pieces[i]) else set()
 
-    parts = components(range(len(pieces)), only_reader)
+    parts = graph.components(range(len(pieces)), only_reader)
     return {node: k for k, part in enumerate(parts) for i in part for node in pieces[i]}, cuts
 
 
-def _numbers(graph: Graph, stored: Collection[Node]) -> tuple[set[Node], set[Node], set[Node]]:
+def _numbers(step: Graph, stored: Collection[Node]) -> tuple[set[Node], set[Node], set[Node]]:
     """Return the free nodes, the scalars of parts, and the scalars that are computed once."""
     free, scalar, kept = set[Node](), set[Node](), set[Node]()
-    for node in graph.nodes:
-        operands = node.all_input_nodes
+    for node in step.nodes:
+        operands, is_number = node.all_input_nodes, graph.is_number(node)
+        is_free = free.issuperset(operands) and (is_number or not operands)
         if node.op in ("placeholder", "get_attr"):
-            if is_number(node):
+            if is_number:
                 (scalar if node in stored else free).add(node)
-        elif node.op == "output":
-            continue
-        elif not is_copy_to_input(node) and free.issuperset(operands) and (is_number(node) or not operands):
-            if node.target is once and operands:
+        elif node.op != "output" and is_free and not graph.is_copy_to_input(node):
+            if node.target is graph.once and operands:
                 scalar.add(node)
                 kept.add(node)
             else:
                 free.add(node)
-        elif is_number(node) and all(operand in scalar or operand in free for operand in operands):
+        elif is_number and all(operand in scalar or operand in free for operand in operands):
             scalar.add(node)
     return free, scalar, kept
 
 
-def _in_order(graph: Graph) -> list[Part] | Reason:
+def _in_order(step: Graph) -> list[Part] | Reason:
     """Return the parts in an order in which numbers are computed before they are read."""
-    part_of, cuts = _cut(graph)
+    part_of, cuts = _cut(step)
     stores: dict[int, list[Node]] = defaultdict(list)
-    for store in copies_to_inputs(graph).values():
+    for store in graph.copies_to_inputs(step).values():
         stores[part_of[store]].append(store)
     results: dict[int, dict[Node, None]] = defaultdict(dict)
     given: dict[int, set[Node]] = defaultdict(set)
@@ -171,9 +157,9 @@ def _in_order(graph: Graph) -> list[Part] | Reason:
         if source != destination:
             results[source][number] = None
             given[destination].add(number)
-    for value in _returned(graph):
+    for value in _returned(step):
         results[part_of[value]][value] = None
-    fingerprints = _fingerprints(graph)
+    fingerprints = _fingerprints(step)
     waiting = list(dict.fromkeys([*stores, *results]))
     parts: list[Part] = []
     made: set[Node] = set()
@@ -196,27 +182,28 @@ def _rank_of_store(store: Node, fingerprints: Mapping[Node, int]) -> int:
 
     After a store into that input they would read its new value: Inductor's passes take copies away.
     """
-    value = source_of(store.args[1])
+    value = graph.source_of(store.args[1])
     return -1 if isinstance(value, Node) and value.op != "call_function" else fingerprints[store]
 
 
-def _fingerprints(graph: Graph) -> dict[Node, int]:
+def _fingerprints(step: Graph) -> dict[Node, int]:
     """Return a hash of each node's computation, without shapes: the same in every process."""
     found: dict[Node, int] = {}
-    for node in graph.nodes:
+    for node in step.nodes:
         if node.op == "call_function":
             operands = [found[operand] for operand in node.all_input_nodes]
             numbers = [arg for arg in (*node.args, *node.kwargs.values()) if isinstance(arg, (int, float))]
             described = f"{node.target}{operands}{numbers}"
         else:
-            value = tensor_value(node)
+            value = graph.tensor_value(node)
             described = f"{node.op}{value is not None and (value.dtype, value.dim() == 0)}"
         found[node] = zlib.crc32(described.encode())
     return found
 
 
-def _returned(graph: Graph) -> Iterator[Node]:
+def _returned(step: Graph) -> Iterator[Node]:
     """Yield the tensors that a graph computes and returns."""
-    for value in pytree.tree_leaves(graph.output_node().args):
-        if tensor_value(value) is not None and value.op == "call_function" and not is_copy_to_input(value):
+    for value in pytree.tree_leaves(step.output_node().args):
+        is_made = graph.tensor_value(value) is not None and value.op == "call_function"
+        if is_made and not graph.is_copy_to_input(value):
             yield value

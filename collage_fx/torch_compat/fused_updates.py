@@ -127,7 +127,9 @@ def _run_in_one_dtype(
     """Run an update; each row of parameter, gradient and state is computed in the widest of its dtypes."""
     tensors, counts = (lists, ()) if update is sgd else (lists[:-1], lists[-1:])
     params, grads, *states = tensors
-    dtypes = [_widest([values[i] for values in tensors if values]) for i in range(len(params))]
+    rows = [[values[i] for values in tensors if values] for i in range(len(params))]
+    given = [[each.dtype for each in row if each is not None] for row in rows]
+    dtypes = [functools.reduce(torch.promote_types, row) for row in given]
     wide = [list(map(_converted, values, dtypes)) for values in tensors]
     update(*wide, *counts, **options)
     for values, results in zip((params, *states), (wide[0], *wide[2:]), strict=True):
@@ -136,11 +138,6 @@ def _run_in_one_dtype(
                 values[i] = _converted(result, grads[i].dtype)
             elif value is not result:
                 value.copy_(result)
-
-
-def _widest(row: Sequence[Tensor | None]) -> torch.dtype:
-    """Return the narrowest dtype that holds all dtypes of a row."""
-    return functools.reduce(torch.promote_types, (value.dtype for value in row if value is not None))
 
 
 def _converted(value: Tensor | None, dtype: torch.dtype) -> Tensor | None:

@@ -97,7 +97,8 @@ def register_block_lowerings(
     @register_lowering(scales_operator, type_promotion_kind=None)
     def scales_of(values: Any, like: Any, signed: bool) -> Any:
         like.realize()
-        order = _memory_order(like)
+        steps = [V.graph.sizevars.optimization_hint(step, fallback=1) for step in like.get_stride()]
+        order = sorted(range(len(steps)), key=lambda dim: (-steps[dim], dim))  # in memory, outermost first
         rows, blocks = like.get_size()[0], FloorDiv(_product(like.get_size()), block)
         in_memory = lowerings[aten.permute.default](values, order)
         by_block = lowerings[aten.view.default](in_memory, [blocks, block])
@@ -139,12 +140,6 @@ def register_block_lowerings(
         return _pointwise(
             codes, torch.float32, lambda index: value(*(load(index) for load in loads), bits, signed)
         )
-
-
-def _memory_order(tensor: Any) -> list[int]:
-    """Return the dimensions of a tensor by their order in memory, the outermost first."""
-    steps = [V.graph.sizevars.optimization_hint(step, fallback=1) for step in tensor.get_stride()]
-    return sorted(range(len(steps)), key=lambda dim: (-steps[dim], dim))
 
 
 #: Whether Inductor has a fused multiply-add.

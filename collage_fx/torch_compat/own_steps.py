@@ -6,7 +6,7 @@ A program may set a step of its own, ``optimizer.step = ...``, after ours. A sch
 ours in it. A step that does not call ours updates weights without error terms. Nobody can call ours any more
 once it has been deleted, which a weak reference tells at once. If somebody still holds it, ``zero_grad`` and
 ``state_dict`` look at the step. A *guard* is put around a step that is not known to call ours. The guard goes
-when ours has been called in it; else it refuses the step (:class:`OwnStep`).
+when ours has been called in it; else it refuses the step (``watch_replacement`` of :func:`set_own_step`).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from types import FunctionType, MethodType
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch.optim import Optimizer
@@ -49,7 +49,7 @@ _PRE, _POST = "_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"
 _SAVING = "_optimizer_state_dict_pre_hooks"
 
 
-def own_step(optimizer: Optimizer) -> OwnStep | None:
+def own_step(optimizer: Optimizer) -> Any:
     """Return the function given to :func:`set_own_step`; None if the optimizer has no step of its own."""
     return vars(optimizer).get(_RUN)
 
@@ -57,16 +57,6 @@ def own_step(optimizer: Optimizer) -> OwnStep | None:
 def is_in_own_step(optimizer: Optimizer) -> bool:
     """Return whether this thread is in the optimizer's own step."""
     return threading.get_ident() in vars(optimizer).get(_INSIDE, ())
-
-
-class OwnStep(Protocol):
-    """Step that :func:`set_own_step` sets."""
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Take a step."""
-
-    def watch_replacement(self, step: Callable[[], Any], *, may_call_this: bool) -> tuple[Any, bool]:
-        """Take a step that has replaced this step; return its result, and whether it called this step."""
 
 
 def note_true_step(optimizer: Optimizer) -> None:
@@ -166,10 +156,12 @@ def _with_hooks(optimizer: Optimizer, step: Any) -> Callable[..., Any]:
     return Optimizer.profile_hook_step(function)
 
 
-def set_own_step(optimizer: Optimizer, run: OwnStep) -> None:
+def set_own_step(optimizer: Optimizer, run: Any) -> None:
     """Make ``optimizer.step(...)`` call ``run(...)`` between the optimizer's own hooks.
 
-    The step is an attribute of the instance, which Dynamo does not trace and schedulers accept.
+    The step is an attribute of the instance, which Dynamo does not trace and schedulers accept. If another
+    step replaces it, ``run.watch_replacement(step, may_call_this=...)`` takes that, and returns its result
+    and whether it has called this step.
     """
     vars(optimizer)[_RUN] = run
     before = vars(optimizer).get("step")
@@ -196,11 +188,9 @@ def set_own_step(optimizer: Optimizer, run: OwnStep) -> None:
     vars(optimizer)[_OURS] = weakref.ref(step, functools.partial(_at_lost_step, weakref.ref(optimizer)))
     if _SAVING in vars(optimizer):
         vars(optimizer)[_HOOK] = optimizer.register_state_dict_pre_hook(guard_replaced_step)
-    if "zero_grad" not in vars(optimizer):
-        vars(optimizer)["zero_grad"] = _guarding_zero_grad(optimizer)
+    if "zero_grad" in vars(optimizer):
+        return
 
-
-def _guarding_zero_grad(optimizer: Optimizer) -> MethodType:
     @functools.wraps(type(optimizer).zero_grad)
     def zero_grad(self: Optimizer, *args: Any, **kwargs: Any) -> None:
         if not torch.compiler.is_compiling():
@@ -208,7 +198,7 @@ def _guarding_zero_grad(optimizer: Optimizer) -> MethodType:
         type(self).zero_grad(self, *args, **kwargs)
 
     setattr(zero_grad, _BEFORE, None)
-    return MethodType(zero_grad, optimizer)
+    vars(optimizer)["zero_grad"] = MethodType(zero_grad, optimizer)
 
 
 def without_own_step(attributes: Mapping[str, Any]) -> dict[str, Any]:

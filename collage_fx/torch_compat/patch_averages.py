@@ -50,7 +50,9 @@ def _updating(
 ) -> None:
     if self.n_averaged == 0:
         update_parameters(self, model)
-        return _copy_each(*(_averaged(each, self.use_buffers) for each in (self.module, model)))
+        models = self.module, model
+        buffers = [each.buffers() if self.use_buffers else () for each in models]
+        return _copy_each(*([*each.parameters(), *more] for each, more in zip(models, buffers, strict=True)))
     is_on_cpu = all(p.device.type == "cpu" for p in self.parameters())
     average = self.avg_fn or (_equal_average if is_on_cpu else None)
     if self.multi_avg_fn is not None or average is None:
@@ -60,11 +62,6 @@ def _updating(
         update_parameters(self, model)
     finally:
         self.multi_avg_fn = None
-
-
-def _averaged(model: torch.nn.Module, use_buffers: bool) -> list[Tensor]:
-    """Return the tensors of a model that are averaged."""
-    return [*model.parameters(), *(model.buffers() if use_buffers else ())]
 
 
 @torch.no_grad()

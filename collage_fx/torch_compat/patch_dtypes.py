@@ -86,17 +86,15 @@ def _with_ends_of_one_dtype(
     if getattr(getattr(fn, "value", None), "__name__", "") == "_foreach_lerp_":
         named = (kwargs[each] for each in ("self", "tensors1", "weight", "weights") if each in kwargs)
         starts, ends, weight = (each.realize() for each in (*args, *named))
-        if not (weight.is_tensor() or isinstance(weight, type(ends)) or _is_below_half(weight)):
+        is_number = not (weight.is_tensor() or isinstance(weight, type(ends)))
+        # From 1/2 on, torch rounds one minus the weight to 16 bits.
+        is_known = is_number and weight.is_python_constant()
+        if is_number and not (is_known and abs(weight.as_python_constant()) < 0.5):
             for start, end in zip(starts.items, ends.items, strict=True):
                 start.call_method(self, "lerp_", [end, weight], {})
             self.push(VariableTracker.build(self, None))
             return
     call_function(self, fn, args, kwargs)
-
-
-def _is_below_half(weight: Any) -> bool:
-    """Return whether a number is a constant below 1/2: from there on, torch rounds it to 16 bits."""
-    return bool(weight.is_python_constant() and abs(weight.as_python_constant()) < 0.5)
 
 
 def _converted(translator: Any, tensor: Any, dtype: torch.dtype) -> Any:

@@ -61,16 +61,12 @@ def tracing_numbers() -> Iterator[None]:
 
 
 def _as_numbers_of_python(wrap: Callable[..., Any], self: Any, value: Any) -> Any:
-    if _is_of_numpy(value) and sources.is_from_optimizer_source(self.source):
+    numpy = sys.modules.get("numpy")  # it need not be installed
+    is_of_numpy = numpy is not None and isinstance(value, (numpy.number, numpy.bool_))
+    if is_of_numpy and sources.is_from_optimizer_source(self.source):
         source = sources.CallFunctionNoArgsSource(sources.AttrSource(self.source, "item"))
         return type(self)(self.tx, source)(value.item())
     return wrap(self, value)
-
-
-def _is_of_numpy(value: Any) -> bool:
-    """Return whether a value is a NumPy number; NumPy need not be installed."""
-    numpy = sys.modules.get("numpy")
-    return numpy is not None and isinstance(value, (numpy.number, numpy.bool_))
 
 
 def _inlining(original: Callable[..., Any], self: Any, tx: Any, args: Any, kwargs: Any) -> Any:
