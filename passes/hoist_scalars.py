@@ -3,7 +3,7 @@
 Inductor computes an elementwise value where it is read, and a 0-d tensor counts as elementwise: Adam's bias
 corrections (two powers and a root) would be computed in the inner loop of every parameter's kernel. This pass
 marks each number that elementwise operations read, so that it is stored in memory
-(:data:`~collage_fx.graph.operators.once`). The number is computed before the elements, on the CPU by a
+(:data:`~collage_fx.graph.editor.once`). The number is computed before the elements, on the CPU by a
 separate kernel (Note [Parts of a step]). It stays on its device, so that no synchronization is needed; a
 number on the host is still passed to a device kernel by value.
 """

@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from collage_fx import CollageBackend, explain
+from collage_fx.graph.nodes import graph_text
 from collage_fx.graph.recurrence import TOLERATED_STALL, representation_error, rms_noise, stall_band
-from collage_fx.graph.text import graph_text
 from collage_fx.metrics.rows import ROW
 from collage_fx.numerics.formats import BFLOAT16, FLOAT16, FloatFormat
 from collage_tools.cli import main

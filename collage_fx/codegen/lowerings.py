@@ -86,7 +86,7 @@ torch_compat.register_realizing_lowering(graph.once)
 def _sources() -> Iterator[str]:
     """Yield the source text of everything that decides how an operator is compiled."""
     yield Path(__file__).read_text(encoding="utf-8")
-    yield Path(str(graph.__file__)).with_name("operators.py").read_text(encoding="utf-8")
+    yield Path(str(graph.__file__)).with_name("editor.py").read_text(encoding="utf-8")
     for room in (numerics, torch_compat):
         for path in sorted(Path(str(room.__file__)).parent.rglob("*.py")):
             yield path.read_text(encoding="utf-8")

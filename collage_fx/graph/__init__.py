@@ -7,8 +7,10 @@ from collage_fx.graph.devices import DEVICES as DEVICES
 from collage_fx.graph.devices import SUPPORTED as SUPPORTED
 from collage_fx.graph.devices import device_facts as device_facts
 from collage_fx.graph.editor import GraphEditor as GraphEditor
+from collage_fx.graph.editor import once as once
 from collage_fx.graph.editor import read_before_overwriting as read_before_overwriting
 from collage_fx.graph.editor import read_whole as read_whole
+from collage_fx.graph.editor import trace_of as trace_of
 from collage_fx.graph.families import ONCE as ONCE
 from collage_fx.graph.families import Repetition as Repetition
 from collage_fx.graph.families import first_of_one_size as first_of_one_size
@@ -27,6 +29,7 @@ from collage_fx.graph.nodes import assignments as assignments
 from collage_fx.graph.nodes import assignments_to_stores as assignments_to_stores
 from collage_fx.graph.nodes import copies_to_inputs as copies_to_inputs
 from collage_fx.graph.nodes import copy_of as copy_of
+from collage_fx.graph.nodes import graph_text as graph_text
 from collage_fx.graph.nodes import has_elements as has_elements
 from collage_fx.graph.nodes import is_conversion as is_conversion
 from collage_fx.graph.nodes import is_copy_to_input as is_copy_to_input
@@ -70,8 +73,6 @@ from collage_fx.graph.operator_facts import size_argument as size_argument
 from collage_fx.graph.operator_facts import source_of as source_of
 from collage_fx.graph.operator_facts import takes_strides as takes_strides
 from collage_fx.graph.operator_facts import weighted_sum as weighted_sum
-from collage_fx.graph.operators import once as once
-from collage_fx.graph.operators import trace_of as trace_of
 from collage_fx.graph.program import Expansion as Expansion
 from collage_fx.graph.program import InputInfo as InputInfo
 from collage_fx.graph.program import Kind as Kind
@@ -95,5 +96,4 @@ from collage_fx.graph.skipping import restore as restore
 from collage_fx.graph.skipping import set_aside as set_aside
 from collage_fx.graph.skipping import splits_blocks as splits_blocks
 from collage_fx.graph.skipping import unless_skipped as unless_skipped
-from collage_fx.graph.text import graph_text as graph_text
 from collage_fx.numerics import is_dense as is_dense

@@ -1,7 +1,8 @@
-"""The graph editor: adds nodes by tracing ordinary functions of tensors."""
+"""The graph editor: adds nodes by tracing ordinary functions of tensors; and the operator ``once``."""
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -13,8 +14,27 @@ from torch.fx.node import Target, map_arg
 
 from collage_fx.graph import nodes
 from collage_fx.graph.operator_facts import passed_operand
-from collage_fx.numerics import ErrorFormat
-from collage_fx.torch_compat import detect_fake_mode, functional_decompositions, pytree, real_tensors
+from collage_fx.numerics import ErrorFormat, define_operator
+from collage_fx.torch_compat import (
+    FakeTensorMode,
+    detect_fake_mode,
+    functional_decompositions,
+    pytree,
+    real_tensors,
+)
+
+#: ``once(x)``: ``x``, computed once and kept in memory, rather than in every place that reads it.
+once = define_operator("once(Tensor x) -> Tensor", torch.clone)
+
+
+@functools.cache
+def trace_of(
+    function: Callable[..., Any], dtypes: tuple[torch.dtype, ...], constants: tuple[Any, ...] = ()
+) -> GraphModule:
+    """Trace a function of tensors of these dtypes, and of constants, into elementary operations."""
+    tracer = make_fx(lambda *x: function(*x, *constants), decomposition_table=functional_decompositions())
+    with FakeTensorMode(), torch.no_grad():
+        return tracer(*(torch.empty(2, dtype=dtype) for dtype in dtypes))
 
 
 @dataclass

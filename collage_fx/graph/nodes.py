@@ -16,7 +16,7 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 
 from collage_fx.numerics import is_low_precision
-from collage_fx.torch_compat import DATA_ASSIGNMENTS, OpOverload, copy_cache_facts
+from collage_fx.torch_compat import DATA_ASSIGNMENTS, OpOverload, copy_cache_facts, pytree
 
 aten = torch.ops.aten
 prims = torch.ops.prims
@@ -180,3 +180,25 @@ def copy_of(gm: GraphModule) -> GraphModule:
     copied.meta.update(gm.meta)
     copy_cache_facts(gm, copied)
     return copied
+
+
+def graph_text(graph: Graph) -> str:
+    """Return a readable text of a graph: one line per node, new nodes marked with the pass that made them."""
+    return "\n".join(_node_text(node) for node in graph.nodes)
+
+
+def _node_text(node: Node) -> str:
+    value = tensor_value(node)
+    kind = "" if value is None else f": {str(value.dtype).removeprefix('torch.')}{list(value.shape)}"
+    mark = f"  # {node.meta[PASS_MARK]}" if PASS_MARK in node.meta else ""
+    if node.op == "placeholder":
+        return f"{node.name}{kind} = input(){mark}"
+    if node.op == "output":
+        return f"return {', '.join(str(leaf) for leaf in pytree.tree_leaves(node.args))}".rstrip()
+    operands = [_operand_text(arg) for arg in node.args]
+    operands += [f"{name}={_operand_text(arg)}" for name, arg in node.kwargs.items()]
+    return f"{node.name}{kind} = {operator_name(node.target)}({', '.join(operands)}){mark}"
+
+
+def _operand_text(arg: Any) -> str:
+    return str(arg).removeprefix("torch.")

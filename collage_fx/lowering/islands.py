@@ -39,9 +39,8 @@ from torch.fx import Node
 
 from collage_fx import graph
 from collage_fx.codegen import has_spelling
-from collage_fx.lowering.broadcasts import common_columns
 from collage_fx.lowering.parts import Part
-from collage_fx.lowering.rules import is_input, is_total, nodes_of, order_in_memory, rule_of
+from collage_fx.lowering.rules import common_columns, is_input, is_total, nodes_of, order_in_memory, rule_of
 from collage_fx.numerics import BLOCK_OPERATORS, ELEMENTWISE, PHASES
 
 #: Operators of ours, which Inductor is not given.

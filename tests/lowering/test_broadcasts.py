@@ -12,7 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from collage_fx.lowering.broadcasts import Broadcast, broadcast
+from collage_fx.lowering.rules import Broadcast, broadcast
 from tests.support.substitutes import given_to_inductor
 from tests.support.training import parameters, set_gradients
 from tests.support.twin import TwinBackend

@@ -5,8 +5,7 @@ import torch
 from expecttest import assert_expected_inline
 from torch import Tensor
 
-from collage_fx.graph.nodes import placeholders
-from collage_fx.graph.text import graph_text
+from collage_fx.graph.nodes import graph_text, placeholders
 from tests.support.programs import after, captured, sgd
 
 

@@ -14,8 +14,8 @@ from torch.torch_version import TorchVersion
 from collage_fx import error_terms
 from collage_fx.choices import Arithmetic
 from collage_fx.graph import OPERATORS, placeholders
+from collage_fx.graph.nodes import graph_text
 from collage_fx.graph.program import InputInfo, Role, StepProgram
-from collage_fx.graph.text import graph_text
 from collage_fx.numerics.error_formats import ERROR_FORMATS
 from collage_fx.passes.normalize import Normalize
 from tests.support.programs import after, captured, captured_of, only

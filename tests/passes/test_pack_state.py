@@ -11,7 +11,7 @@ from expecttest import assert_expected_inline
 from torch import Tensor
 
 from collage_fx.graph import InputInfo, Role, StepProgram
-from collage_fx.graph.text import graph_text
+from collage_fx.graph.nodes import graph_text
 from collage_fx.numerics import PACKED_FORMATS
 from tests.support.programs import after, captured
 

@@ -11,7 +11,7 @@ from expecttest import assert_expected_inline
 from torch import Tensor
 
 from collage_fx import CollageBackend, full_value
-from collage_fx.graph.text import graph_text
+from collage_fx.graph.nodes import graph_text
 from collage_fx.passes.normalize import Normalize
 from collage_fx.passes.undo_stochastic_rounding import UndoStochasticRounding
 from tests.support.programs import after, captured, only

@@ -6,7 +6,7 @@ import torch
 from expecttest import assert_expected_inline
 from torch import Tensor
 
-from collage_fx.graph.text import graph_text
+from collage_fx.graph.nodes import graph_text
 from tests.support.programs import after, captured, moving_average
 
 

@@ -14,8 +14,8 @@ import pytest
 import torch
 
 from collage_fx import CollageBackend, explain
+from collage_fx.graph.nodes import graph_text
 from collage_fx.graph.program import StepProgram
-from collage_fx.graph.text import graph_text
 from collage_fx.pipeline import Pass, inserted, run_pipeline
 from tests.support.programs import captured, sgd
 from tests.support.training import Descent, parameters, run_steps

@@ -18,8 +18,8 @@ from collage_fx.numerics.error_formats.dither import Bf16 as Bf16
 from collage_fx.numerics.error_formats.dither import Dither as Dither
 from collage_fx.numerics.error_formats.dither import Sum as Sum
 from collage_fx.numerics.error_formats.exact import Exact as Exact
-from collage_fx.numerics.error_formats.fp32 import Fp32 as Fp32
-from collage_fx.numerics.error_formats.mcf import Mcf as Mcf
+from collage_fx.numerics.error_formats.one_term import Fp32 as Fp32
+from collage_fx.numerics.error_formats.one_term import Mcf as Mcf
 from collage_fx.numerics.error_formats.weights import Weights as Weights
 
 #: Registered formats that keep hi, by name. The first that an arithmetic can use is its default.

@@ -12,11 +12,11 @@ import torch
 from torch import Tensor
 
 from collage_fx.numerics import arithmetic
-from collage_fx.numerics.formats import FLOAT32, storage_format
+from collage_fx.numerics.formats import FLOAT32
 
 #: Root mean squares, relative to a number: of the power of two below it, and of float32's spacing there.
-_POWER_OF_TWO = math.sqrt(0.5)
-_OF_FLOAT32 = float(2 * FLOAT32.unit_roundoff) * _POWER_OF_TWO
+POWER_OF_TWO = math.sqrt(0.5)
+_OF_FLOAT32 = float(2 * FLOAT32.unit_roundoff) * POWER_OF_TWO
 
 
 class AuxiliarySpec(NamedTuple):
@@ -278,7 +278,7 @@ class ErrorFormat(ABC):
         bound = self.error_bound(dtype)
         # A dithered error term states the whole spacing as its bound; numbers to nearest, half of it.
         spacings = 1 if self.is_dithered and self.keeps_error else 2
-        return size * (float(spacings * bound.relative) * _POWER_OF_TWO + float(2 * bound.of_largest))
+        return size * (float(spacings * bound.relative) * POWER_OF_TWO + float(2 * bound.of_largest))
 
     def inputs(self, hi: Tensor) -> list[AuxiliarySpec]:
         """Return the specifications of the inputs of :meth:`store` behind hi."""
@@ -291,38 +291,3 @@ class ErrorFormat(ABC):
     def nbytes(self, hi: Tensor) -> int:
         """Return the number of bytes of the auxiliary tensors beside ``hi``."""
         return sum(spec.nbytes for spec in self.auxiliaries(hi))
-
-
-class OneErrorTerm(ErrorFormat):
-    """Base class of formats with the value ``hi + lo``: one auxiliary, the error term, laid out like hi."""
-
-    is_elementwise = True
-
-    @abstractmethod
-    def lo_dtype(self, dtype: torch.dtype) -> torch.dtype:
-        """Return the dtype of lo beside a hi of ``dtype``."""
-
-    def auxiliaries(self, hi: Tensor) -> Sequence[AuxiliarySpec]:
-        return (AuxiliarySpec.like(hi, "lo", self.lo_dtype(hi.dtype))._replace(is_error_term=True),)
-
-    def error_bound(self, dtype: torch.dtype) -> ErrorBound:
-        """Return the error of rounding lo, which is at most u of the value; none if lo is float32."""
-        if self.lo_dtype(dtype) == torch.float32:
-            return ErrorBound()
-        fmt = storage_format(dtype)
-        return ErrorBound(fmt.unit_roundoff**2, fmt.quantum / 2)
-
-    def _spacing(self, size: Tensor, rest: Tensor, dtype: torch.dtype) -> Tensor:
-        return rest * (torch.finfo(self.lo_dtype(dtype)).eps * _POWER_OF_TWO)
-
-    def join(self, hi: Tensor, *auxiliaries: Tensor) -> Tensor:
-        return arithmetic.join(hi, *auxiliaries)
-
-    def split(self, value: Tensor, dtype: torch.dtype) -> tuple[Tensor, ...]:
-        return arithmetic.split(value, dtype, self.lo_dtype(dtype))
-
-    def error_terms(self, hi: Tensor, *auxiliaries: Tensor) -> tuple[Tensor, ...]:
-        return auxiliaries
-
-    def beside(self, hi: Tensor, term: Tensor) -> tuple[Tensor, ...]:
-        return (term.to(self.lo_dtype(hi.dtype)),)
