@@ -26,51 +26,43 @@ class RefineNumbers(Pass):
         return program.arithmetic == "wide" and program.changes == "summed"
 
     def run(self, program: StepProgram) -> str:
-        editor = GraphEditor(program.gm, self.name)
-        numbers = _Numbers(editor)
+        editor, count = GraphEditor(program.gm, self.name), 0
+        refined: dict[Node, Node] = {}
+
+        def in_float64(node: Node) -> Node:
+            if _dtype_of_number(node) is not torch.float32:
+                return node
+            return refined[node] if node in refined else editor.convert(node, torch.float64)
+
+        def define(node: Node, value: Node) -> None:
+            """Note the value of a float32 number in float64; put one of another dtype in its place."""
+            if _dtype_of_number(node) is torch.float32 and _dtype_of_number(value) is torch.float64:
+                refined[node] = value
+            else:
+                node.replace_all_uses_with(value)
+
+        def visit(node: Node) -> bool:
+            """Carry a number in float64; return whether an operation is computed in float64."""
+            source = next(iter(node.all_input_nodes), node)
+            dtypes = {_dtype_of_number(node), _dtype_of_number(source)}
+            if is_conversion(node) and dtypes <= {torch.float32, torch.float64}:
+                define(node, in_float64(source))
+            elif _computes_number(node):
+                args, kwargs = map_arg((node.args, dict(node.kwargs)), in_float64)
+                if kwargs.get("dtype") is torch.float32:
+                    kwargs = {**kwargs, "dtype": torch.float64}
+                define(node, editor.call(node.target, *args, **kwargs))
+                return True
+            else:
+                for operand in node.all_input_nodes:
+                    if operand in refined and operand.all_input_nodes:  # a constant stays in the code
+                        node.replace_input_with(operand, editor.convert(refined[operand], torch.float32))
+            return False
+
         for node in list(editor.graph.nodes):
             with editor.graph.inserting_before(node):
-                numbers.visit(node)
-        return f"{numbers.count} numbers"
-
-
-class _Numbers:
-    """Numbers of a graph, and their values in float64."""
-
-    def __init__(self, editor: GraphEditor) -> None:
-        self.count = 0  # operations that are computed in float64
-        self._editor = editor
-        self._refined: dict[Node, Node] = {}
-
-    def visit(self, node: Node) -> None:
-        if is_conversion(node) and _dtype_of_number(node) in (torch.float32, torch.float64):
-            (source,) = node.all_input_nodes
-            if _dtype_of_number(source) in (torch.float32, torch.float64):
-                self._define(node, self._in_float64(source))
-                return
-        if _computes_number(node):
-            args, kwargs = map_arg((node.args, dict(node.kwargs)), self._in_float64)
-            if kwargs.get("dtype") is torch.float32:
-                kwargs = {**kwargs, "dtype": torch.float64}
-            self._define(node, self._editor.call(node.target, *args, **kwargs))
-            self.count += 1
-        else:
-            for operand in node.all_input_nodes:
-                if operand in self._refined and operand.all_input_nodes:  # a constant stays in the code
-                    narrow = self._editor.convert(self._refined[operand], torch.float32)
-                    node.replace_input_with(operand, narrow)
-
-    def _define(self, node: Node, value: Node) -> None:
-        """Note the value of a float32 number in float64; put a value of another dtype in its place."""
-        if _dtype_of_number(node) is torch.float32 and _dtype_of_number(value) is torch.float64:
-            self._refined[node] = value
-        else:
-            node.replace_all_uses_with(value)
-
-    def _in_float64(self, node: Node) -> Node:
-        if _dtype_of_number(node) is not torch.float32:
-            return node
-        return self._refined[node] if node in self._refined else self._editor.convert(node, torch.float64)
+                count += visit(node)
+        return f"{count} numbers"
 
 
 def _dtype_of_number(node: Node) -> torch.dtype | None:

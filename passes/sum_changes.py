@@ -25,8 +25,8 @@ finite number. In other formats an infinite x becomes NaN.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from functools import partial
+import functools
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -130,13 +130,8 @@ class _Chain:
         self._placeholder = placeholder
         self._shape = placeholder.meta["val"].shape
         self._x = placeholder
-        self._found: dict[Any, list[Any] | None] = {}
-
-    def steps(self, node: Any) -> list[Any] | None:
-        """Return the steps from x to a value; None if there is no such chain."""
-        if node not in self._found:
-            self._found[node] = self._steps(node)
-        return self._found[node]
+        #: Function that returns the steps from x to a value; None if there is no such chain.
+        self.steps: Callable[[Any], list[Any] | None] = functools.cache(self._steps)
 
     def _steps(self, node: Any) -> list[Any] | None:
         value = graph.tensor_value(node)
@@ -240,7 +235,7 @@ class _Chain:
             with self._editor.real_tensors():
                 return target(*(torch.tensor(each, dtype=torch.float64) for each in args)).item()
         is_wide = any(map(graph.has_elements, args))
-        read = partial(self._editor.convert, dtype=torch.float32) if is_wide else graph.unconverted
+        read = functools.partial(self._editor.convert, dtype=torch.float32) if is_wide else graph.unconverted
         return self._editor.call(target, *map_arg(args, read))
 
 

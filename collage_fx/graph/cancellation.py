@@ -35,9 +35,10 @@ a weight by less than half of its own size: a gradient, in a function that gets 
 
 from __future__ import annotations
 
+import functools
 import operator
 import zlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import sympy
@@ -115,7 +116,7 @@ class _Updates:
         }
         #: Placeholders of the states that the step updates.
         self._states = [node for node in self._new if self._roles[node] is Role.STATE]
-        self._numbers: dict[Node, sympy.Expr] = {}
+        self._number: Callable[[Any], sympy.Expr] = functools.cache(self._number_of)
         self._branches: dict[Node, tuple[Terms, ...]] = {}
         for node in graph.nodes:
             self._branches[node] = self._shortened(self._read(node))
@@ -215,14 +216,9 @@ class _Updates:
         number = self._number(value)
         return float(number) if number.is_real and number.is_finite else _any_number(value)
 
-    def _number(self, value: Any) -> sympy.Expr:
-        if not isinstance(value, Node):
-            return sympy.Float(value)
-        if value not in self._numbers:
-            self._numbers[value] = self._number_of(value)
-        return self._numbers[value]
-
-    def _number_of(self, node: Node) -> sympy.Expr:
+    def _number_of(self, node: Any) -> sympy.Expr:
+        if not isinstance(node, Node):
+            return sympy.Float(node)
         if (operand := passed_operand(node)) is not None:
             return self._number(operand)
         if (number := number_filling(node)) is not None:

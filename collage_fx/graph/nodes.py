@@ -150,11 +150,9 @@ def assignments_to_stores(gm: GraphModule) -> None:
     another dtype or shape cannot be copied.
     """
     for node in assignments(gm.graph):
-        destination, source = node.args
-        to, value = tensor_value(destination), tensor_value(source)
-        assert to is not None
-        assert value is not None
-        assert isinstance(source, Node)
+        operands: tuple[Any, ...] = node.args
+        destination, source = operands
+        to, value = destination.meta["val"], source.meta["val"]
         if source is destination:
             gm.graph.erase_node(node)
         elif source.op != "placeholder" and to.dtype == value.dtype and to.shape == value.shape:

@@ -82,7 +82,7 @@ class _Reader:
         self._expressions: dict[Node, sympy.Expr] = {}
         self._lengths: dict[Node, int] = {}
         self._cuts: list[str] = []
-        self._slopes: dict[Node, Slopes] = {}
+        self.slopes: Callable[[Any], Slopes] = functools.cache(self._slopes_of)
 
     def path(self) -> tuple[Node, ...]:
         """Return the nodes between the tensor's load and its store, in order; call ``depends`` first."""
@@ -136,14 +136,9 @@ class _Reader:
 
     # -- the slopes, for decisions
 
-    def slopes(self, value: Any) -> Slopes:
-        if not self.depends(value):
+    def _slopes_of(self, node: Any) -> Slopes:
+        if not self.depends(node):
             return frozenset()
-        if value not in self._slopes:
-            self._slopes[value] = self._slopes_of(value)
-        return self._slopes[value]
-
-    def _slopes_of(self, node: Node) -> Slopes:
         if node is self.placeholder:
             return frozenset({sympy.Integer(1)})
         function = facts_of(node.target).function

@@ -216,9 +216,7 @@ def is_total(node: Node) -> bool:
     """Return whether a node is the float32 sum, or mean, of all elements of a float32 tensor."""
     if node.target not in (*TOTALS, aten.sum.dim_IntList, aten.mean.dim):
         return False
-    operand, value = graph.tensor_value(node.all_input_nodes[0]), graph.tensor_value(node)
-    assert operand is not None
-    assert value is not None
+    operand, value = node.all_input_nodes[0].meta["val"], node.meta["val"]
     return value.dim() == 0 < operand.dim() and operand.dtype is value.dtype is torch.float32
 
 
