@@ -53,7 +53,7 @@ def results_to_inputs(program: StepProgram) -> dict[int, int]:
     Returns:
         the index of the input that replaces a result, by the index of the result in the whole graph.
     """
-    if program.strategy == "none" or program.is_recorded:
+    if not program.keeps_new_tensors:
         return {}
     graph, repetition = program.gm.graph, program.repetition
     results = list(pytree.tree_leaves(graph.output_node().args))

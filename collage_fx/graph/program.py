@@ -305,6 +305,11 @@ class StepProgram:
         return [self.infos[copies[0]] for copies in self.repetition.copies]
 
     @property
+    def keeps_new_tensors(self) -> bool:
+        """Whether tensors that the step creates and returns may get error terms."""
+        return self.strategy != "none" and not self.is_recorded
+
+    @property
     def parameters(self) -> list[StateTensor]:
         """State tensors that are parameters."""
         return [state for state in self.states if state.info.role is Role.PARAMETER]
@@ -333,6 +338,10 @@ class StepProgram:
         return self.repetition.extended(
             [state.position for state in self.expansions for _ in state.added_inputs]
         )
+
+    def formats_of_signed(self, state: StateTensor) -> set[ErrorFormat]:
+        """Return the format of a state, and that of packed state of either sign, if state is to be packed."""
+        return {state.error_format, *(self.packed or ())[:1]}
 
     @property
     def compensation(self) -> str:
