@@ -115,8 +115,7 @@ def _act_early() -> None:
     """Set the hooks that have to act before a name is used: Note [First use]."""
     from torch.serialization import add_safe_globals
 
-    from collage_fx.torch_compat.patch_averages import install as install_averages
-    from collage_fx.torch_compat.patch_steps import before_first_eager_step
+    from collage_fx.torch_compat.patch_steps import before_first_eager_step, install_averages
     from collage_fx.torch_compat.version import check_version
 
     check_version()

@@ -538,7 +538,7 @@ def test_using_the_package_compiles_nothing_and_starts_no_cuda() -> None:
 def test_installing_the_hooks_again_leaves_one_layer() -> None:
     optimizer = Descent(parameters())
     for _ in range(3):
-        collage_fx.torch_compat.patch_averages.install()
+        collage_fx.torch_compat.patch_steps.install_averages()
         watch.start_watch()
     params = optimizer.param_groups[0]["params"]
     run_steps(compiled(optimizer), params, [0])

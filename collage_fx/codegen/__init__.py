@@ -19,7 +19,6 @@ from collage_fx.codegen.address_tables import (
     is_library_loaded,
     load_library,
 )
-from collage_fx.codegen.differing import differing_elements, dtype_of_indices
 from collage_fx.codegen.elements import has_spelling
 from collage_fx.codegen.kernels import FLAGS, flat_kernel, number_kernel
 from collage_fx.codegen.lowerings import REVISION
@@ -28,6 +27,8 @@ from collage_fx.codegen.triton_kernels import table_kernel
 from collage_fx.codegen.whole_values import (
     are_halves,
     decode_blocks,
+    differing_elements,
+    dtype_of_indices,
     has_fast_passes,
     hash_sum,
     join_halves,

@@ -1,4 +1,4 @@
-// Elements of 2 bytes that differ between two vectors in host memory; differing.py calls these functions.
+// Elements of 2 bytes that differ between two vectors in host memory; whole_values.py calls these functions.
 #include <cstdint>
 #if defined(__AVX2__)
 #include <immintrin.h>

@@ -2,7 +2,6 @@
 
 from collage_fx.graph.cancellation import find_cancellation as find_cancellation
 from collage_fx.graph.cancellation import spoils_an_update as spoils_an_update
-from collage_fx.graph.components import components as components
 from collage_fx.graph.devices import DEVICES as DEVICES
 from collage_fx.graph.devices import SUPPORTED as SUPPORTED
 from collage_fx.graph.devices import device_facts as device_facts
@@ -27,6 +26,7 @@ from collage_fx.graph.new_tensors import values_of_weights as values_of_weights
 from collage_fx.graph.nodes import PASS_MARK as PASS_MARK
 from collage_fx.graph.nodes import assignments as assignments
 from collage_fx.graph.nodes import assignments_to_stores as assignments_to_stores
+from collage_fx.graph.nodes import components as components
 from collage_fx.graph.nodes import copies_to_inputs as copies_to_inputs
 from collage_fx.graph.nodes import copy_of as copy_of
 from collage_fx.graph.nodes import graph_text as graph_text

@@ -9,8 +9,9 @@ from __future__ import annotations
 import copy
 import operator
 import re
-from collections.abc import Callable, Collection, Iterable
-from typing import Any
+from collections import defaultdict
+from collections.abc import Callable, Collection, Hashable, Iterable
+from typing import Any, TypeVar
 
 import torch
 from torch.fx import Graph, GraphModule, Node
@@ -23,6 +24,9 @@ prims = torch.ops.prims
 
 #: Key in ``node.meta``: the name of the pass that made the node.
 PASS_MARK = "collage_fx.pass"
+
+
+_Item = TypeVar("_Item")
 
 
 def placeholders(graph: Graph) -> list[Node]:
@@ -117,6 +121,31 @@ def readers_of(node: Node) -> list[Node]:
 def made_of(*values: Node, up_to: Collection[Node] = ()) -> set[Node]:
     """Return values and the nodes that they are computed from; ``up_to``: nodes not to look behind."""
     return {*values, *reached(values, lambda node: [] if node in up_to else operands_of(node))}
+
+
+def components(items: Iterable[_Item], values_of: Callable[[_Item], Iterable[Hashable]]) -> list[list[_Item]]:
+    """Split items into connected components: two items are connected if they have a value in common.
+
+    The components are in the order of their first items, and each one's items in the order given. An item
+    without values is a component by itself. ``values_of`` gives an operation's operands and results, without
+    values that updates share without being one update, such as a learning rate.
+    """
+    items = list(items)
+    above = [*range(len(items))]  # union-find: a chain of items to the one that stands for a component
+
+    def root(number: int) -> int:
+        while above[number] != number:
+            above[number] = number = above[above[number]]
+        return number
+
+    first: dict[Hashable, int] = {}
+    for number, item in enumerate(items):
+        for value in values_of(item):
+            above[root(number)] = root(first.setdefault(value, number))
+    found: dict[int, list[_Item]] = defaultdict(list)
+    for number, item in enumerate(items):
+        found[root(number)].append(item)
+    return list(found.values())
 
 
 def operator_name(target: Any) -> str:

@@ -59,7 +59,6 @@ if TYPE_CHECKING or is_used(__name__):
             symbol_source,
             symbols_of,
         )
-        from collage_fx.torch_compat.fully_sharded import gathers_other_dtype, note_new_dtypes, take_data
         from collage_fx.torch_compat.fused_updates import fused_operator, run_unfused, trace_unfused
         from collage_fx.torch_compat.inductor import (
             COMBINED_LAUNCHES,
@@ -151,6 +150,7 @@ if TYPE_CHECKING or is_used(__name__):
             disabled_torch_function,
             distributed,
             distributed_like,
+            gathers_other_dtype,
             gradient_dtype,
             guard_by_identity,
             has_internal_overlap,
@@ -161,6 +161,7 @@ if TYPE_CHECKING or is_used(__name__):
             is_wrapper,
             local_tensor,
             metadata_check,
+            note_new_dtypes,
             offsets_of_shard,
             pytree,
             references_by_torch,
@@ -168,6 +169,7 @@ if TYPE_CHECKING or is_used(__name__):
             sharding_of,
             start_of_shard,
             storage_of,
+            take_data,
             version_of,
             whole_tensor,
             without_modes,

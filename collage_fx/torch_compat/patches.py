@@ -6,7 +6,6 @@ import functools
 
 from collage_fx import torch_compat
 from collage_fx.torch_compat import (
-    patch_averages,
     patch_conversions,
     patch_dtypes,
     patch_gathers,
@@ -22,9 +21,8 @@ from collage_fx.torch_compat.patching import Patch, misfit
 PATCHES: tuple[Patch, ...] = tuple(
     value
     for module in (
-        *(patch_steps, patch_averages),
-        *(patch_conversions, patch_optimizers, patch_graph_breaks, patch_numbers),
-        *(patch_dtypes, patch_inductor, patch_gathers),
+        *(patch_steps, patch_conversions, patch_optimizers, patch_graph_breaks),
+        *(patch_numbers, patch_dtypes, patch_inductor, patch_gathers),
     )
     for value in vars(module).values()
     if isinstance(value, Patch)

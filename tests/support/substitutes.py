@@ -66,8 +66,8 @@ def lowered_as(unit: Unit) -> Iterator[None]:
 def comparing_by_torch(elements: int) -> Iterator[None]:
     """Context manager: elements that differ from a copy are found by torch, some at a time."""
     with (
-        mock.patch("collage_fx.codegen.differing.is_library_loaded", return_value=False),
-        mock.patch("collage_fx.codegen.differing.CHUNK_OF_A_DEVICE", elements),
+        mock.patch("collage_fx.codegen.whole_values.is_library_loaded", return_value=False),
+        mock.patch("collage_fx.codegen.whole_values.CHUNK_OF_A_DEVICE", elements),
     ):
         yield
 
