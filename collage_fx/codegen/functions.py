@@ -52,13 +52,7 @@ def function_of(
     dtypes: tuple[torch.dtype, ...],
     constants: tuple[Any, ...] = (),
 ) -> Function:
-    """Write an elementwise function of tensors as a function of scalars.
-
-    Args:
-        language: CPP or TRITON.
-        function: eager function of tensors of equal shape and of constants; returns a tensor.
-        dtypes: dtypes of its tensors.
-        constants: its further arguments.
+    """Write an elementwise function of tensors of equal shape, and of constants, as a function of scalars.
 
     Raises:
         NoSpelling: an operation of the function has none.

@@ -74,9 +74,7 @@ def number_kernel(graph: Graph) -> str:
 def flat_kernel(graph: Graph, width: int) -> str:
     """Print the kernel of a flat rule: a function of the addresses of its inputs, and of a length.
 
-    Args:
-        graph: graph of the rule; it is edited.
-        width: elements per unit of length: 1, or the elements of a block.
+    The graph is edited. ``width``: elements per unit of length: 1, or the elements of a block.
 
     Raises:
         NoSpelling: C++ has no expression for an operation of the rule.

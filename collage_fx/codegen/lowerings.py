@@ -1,10 +1,7 @@
 """Lowerings of our operators by Inductor: the integer operations of their eager functions.
 
-Note [Integer operations are immune]
-------------------------------------
-A lowering interprets a trace of the operator's eager function, element by element. Roundings are integer
-operations there, which no simplification of a compiler knows to be roundings: they are neither dropped nor
-merged. They have no vectors in Inductor's C++: on a CPU only a step compiled as one graph is made of these.
+A lowering interprets a trace of the operator's eager function, element by element: Note [Rounding must
+survive lowering]. It has no vectors in Inductor's C++: on a CPU only steps compiled as one graph have it.
 
 Inductor's cache of compiled graphs knows an operator by name only. :data:`REVISION` goes into the modules
 that are compiled, so that code from an older definition is never found again.

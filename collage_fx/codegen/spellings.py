@@ -368,12 +368,8 @@ def spelled(
 ) -> str:
     """Write an elementary operation as an expression.
 
-    Args:
-        language: CPP or TRITON.
-        name: name of the ATen operator, without an overload.
-        dtype: dtype of its result.
-        operands: its operands, in order.
-        is_number: whether it is computed once, and not for each element.
+    ``name`` is that of the ATen operator, without an overload, and ``dtype`` that of the result.
+    ``is_number``: whether it is computed once, and not for each element.
 
     Raises:
         NoSpelling: the operation, or one of the dtypes, has none.

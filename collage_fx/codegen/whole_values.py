@@ -27,13 +27,9 @@ def has_fast_passes(*tensors: Tensor) -> bool:
 
 
 def hash_sum(tensors: Sequence[Tensor]) -> int:
-    """Return the sum, modulo 2**64, of a hash of each element's bits: Note [Fingerprints].
+    """Return the sum, modulo 2**64 and signed, of a hash of each element's bits: Note [Fingerprints].
 
-    Args:
-        tensors: contiguous vectors of the same length, of dtypes of 1, 2 or 4 bytes.
-
-    Returns:
-        a signed number of 64 bits.
+    The tensors are contiguous vectors of the same length, of dtypes of 1, 2 or 4 bytes.
     """
     addresses = (ctypes.c_void_p * len(tensors))(*(each.data_ptr() for each in tensors))
     sizes = (ctypes.c_int64 * len(tensors))(*(each.element_size() for each in tensors))
@@ -51,10 +47,7 @@ def are_halves(hi: Tensor, rest: Tensor, values: Tensor) -> bool:
 def join_halves(hi: Tensor, rest: Tensor, values: Tensor) -> None:
     """Write the numbers with the halves hi and rest, as ``numerics.arithmetic.with_lower_half`` has them.
 
-    Args:
-        hi: dense bfloat16 tensor.
-        rest: int16 tensor of hi's strides.
-        values: float32 or float64 tensor of hi's strides, which is overwritten.
+    hi is dense and bfloat16, rest int16, and values float32 or float64, all of the same strides.
     """
     given = hi.data_ptr(), rest.data_ptr(), hi.numel(), values.data_ptr(), values.element_size()
     load_library().join_halves(*given, torch.get_num_threads())
@@ -63,9 +56,7 @@ def join_halves(hi: Tensor, rest: Tensor, values: Tensor) -> None:
 def decode_blocks(codes: Tensor, scales: Tensor) -> Tensor:
     """Return the bfloat16 numbers of codes, as ``BLOCK_VALUES`` has them for 16 bits and either sign.
 
-    Args:
-        codes: dense int16 tensor, whose rows consist of blocks of 32.
-        scales: a byte for each block, in the order of memory.
+    The codes are dense and int16, in rows of blocks of 32; scales are bytes, in the order of memory.
     """
     values = torch.empty_like(codes, dtype=torch.bfloat16)
     given = codes.data_ptr(), scales.data_ptr(), scales.numel(), values.data_ptr()
@@ -81,13 +72,8 @@ def dtype_of_indices(elements: int) -> torch.dtype:
 def differing_elements(values: Tensor, before: Tensor) -> tuple[Tensor, Tensor]:
     """Return the indices and values of the elements of a vector whose bits differ from a copy's.
 
-    Args:
-        values: contiguous vector on any device.
-        before: contiguous vector of the same size and dtype in host memory.
-
-    Returns:
-        a sorted vector of indices, int32 (int64 for 2**31 elements or more), and a vector of the dtype of
-        ``values``, both on the device of ``values``.
+    Both are contiguous, of the same size and dtype; the copy is in host memory. The results are on the device
+    of ``values``: sorted indices, int32 (int64 for 2**31 elements or more), and elements of ``values``.
     """
     dtype, n = dtype_of_indices(values.numel()), values.numel()
     if values.device.type != "cpu" or values.dtype.itemsize != 2 or not is_library_loaded():

@@ -240,9 +240,7 @@ class _Updates:
     def _settle(self, sizes: dict[Node, float], updates: set[Node]) -> set[Node]:
         """Add the sizes of states to the sizes of weights; return the states of the size of weights.
 
-        Args:
-            sizes: sizes of weights, by placeholder.
-            updates: further inputs that are as large as gradients.
+        ``updates``: further inputs that are as large as gradients.
         """
         unsized, found = [state for state in self._states if state not in sizes], set[Node]()
         for _ in range(ROUNDS):

@@ -88,9 +88,8 @@ class Repetition:
     def extended(self, owned_by: Sequence[int]) -> Repetition:
         """Return the repetition with additional inputs behind the others, in both graphs.
 
-        Args:
-            owned_by: for each additional input the earlier input that it belongs to. The additional inputs of
-                an input are neighbours, and so are, in the whole graph, those of each of its copies.
+        ``owned_by``: for each additional input the earlier input that it belongs to. Those of an input are
+        neighbours, and so are, in the whole graph, those of each of its copies.
         """
         copies: list[list[int]] = [[] for _ in owned_by]
         inputs = itertools.count(self.inputs)

@@ -48,10 +48,8 @@ def results_to_inputs(program: StepProgram) -> dict[int, int]:
 
     The inputs are added to the graph, infos and repetition of the program, which no pass has seen. It is
     computed in ``wide`` arithmetic: the displacement of a parameter is kept unrounded. Recorded steps and
-    plain steps stay as they are.
-
-    Returns:
-        the index of the input that replaces a result, by the index of the result in the whole graph.
+    plain steps stay as they are. Return the index of the input that replaces a result, by the index of the
+    result in the whole graph.
     """
     if not program.keeps_new_tensors:
         return {}

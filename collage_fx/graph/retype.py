@@ -24,9 +24,7 @@ from collage_fx.numerics import ROUND_TO_STORAGE, UPPER_HALF, is_low_precision, 
 class Retyper:
     """Rewriter of a graph, in place, that carries low-precision values in float32.
 
-    Args:
-        rounding: whether to keep the roundings (every value on its storage format's grid) or drop them.
-        also: matrix products to compute in float32; all others keep the storage dtype.
+    ``also``: matrix products to compute in float32; all others keep the storage dtype.
     """
 
     def __init__(self, editor: GraphEditor, *, rounding: bool, also: Collection[Node] = ()) -> None:

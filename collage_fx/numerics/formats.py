@@ -18,7 +18,6 @@ class FloatFormat:
     """Binary interchange format, float32 or narrower.
 
     Attributes:
-        dtype: the torch dtype.
         precision: bits of the significand, the implicit one counted (p in the literature).
         min_exponent: exponent of the smallest normal number, 2**min_exponent.
         max_exponent: exponent of the largest finite binade, 2**max_exponent.

@@ -102,11 +102,8 @@ def inputs_written() -> list[int]:
 def versions_to_increment() -> list[int] | None:
     """Return the inputs whose version counters AOTAutograd's wrapper will increment, if it does nothing else.
 
-    Call it while AOTAutograd compiles the inference graph.
-
-    Returns:
-        the indices of the inputs. None if the wrapper does more: if a result aliases an input, or if the
-        graph changes an input's metadata, or if it leaves a mutation to the wrapper.
+    Call it while AOTAutograd compiles the graph. None if the wrapper does more: if a result aliases an input,
+    the graph changes an input's metadata, or it leaves a mutation to the wrapper.
     """
     found = getattr(TracingContext.try_get(), "fw_metadata", None)
     if found is None or found.num_intermediate_bases or found.num_mutated_inp_runtime_indices:

@@ -28,11 +28,8 @@ def register_pointwise_lowering(
 ) -> None:
     """Lower ``operator(*tensors, *constants)`` to an elementwise computation in the kernel that reads it.
 
-    Args:
-        operator: an overload of tensors of the same shape and constants.
-        element_function: ``(*constants) -> function of [values of the tensors]``, which returns the value of
-            the result for an element.
-        dtype: dtype of the result.
+    ``element_function``: ``(*constants) -> function of [values of the tensors]``, which returns the value of
+    the result, of this dtype, for an element. The tensors have the same shape.
     """
 
     @register_lowering(operator, type_promotion_kind=None)
@@ -46,10 +43,8 @@ def register_pointwise_lowering(
 def register_placed_lowering(operator: Any, element_function: Callable[..., Any]) -> None:
     """Lower ``operator(like, *numbers)`` to a computation of int32 from each element's index in memory.
 
-    Args:
-        operator: an overload of a tensor, of which only the layout is used, and 0-d tensors.
-        element_function: ``(dtype of the index, index, *values of the numbers)`` -> value of the result for
-            an element, in the dtype of the index.
+    Only the layout of ``like`` is used; numbers are 0-d tensors. ``element_function``: ``(dtype of the index,
+    index, *values of the numbers)`` -> value of the result for an element, in the dtype of the index.
     """
 
     @register_lowering(operator, type_promotion_kind=None)

@@ -108,10 +108,7 @@ def reroute_step(wrapper: Any, switch: Callable[[Any], Callable[..., Any]]) -> b
     """Replace a ``step`` by ``switch(step)``, inside torch's wrapper around the step.
 
     There it is reached by every call: by the bound method that ``torch.compile`` was given, and by a
-    scheduler's or a trainer's wrapper. A second call changes nothing.
-
-    Returns:
-        whether the step has been replaced now.
+    scheduler's or a trainer's wrapper. A second call changes nothing. Return whether this call replaced it.
     """
     cell: CellType = wrapper.__closure__[wrapper.__code__.co_freevars.index("func")]
     step = cell.cell_contents

@@ -92,7 +92,6 @@ class Patch:
     """Replacement of a function of torch: Note [Patches].
 
     Attributes:
-        name: name of the patch.
         target: the replaced function, as a line with its requirements.
         why: its effect and purpose.
         during: the time when it is active: "conversions" = while Dynamo converts functions for this backend,

@@ -24,8 +24,6 @@ class AuxiliarySpec(NamedTuple):
 
     Attributes:
         name: unique within the format, without a dot, as it is part of the name in checkpoints.
-        dtype: dtype of the tensor.
-        shape: sizes.
         stride: strides; None if the tensor is contiguous.
         is_error_term: whether the value is hi plus this tensor.
     """
