@@ -198,7 +198,11 @@ class _Chain:
                 total = step.decay if decay is None else self._call(aten.add.Tensor, decay, step.decay)
                 decay = self._call(aten.div.Tensor, total, step.number)
         if decay is not None:
-            terms.append(_Sum(self._call(aten.mul.Tensor, self._finite(), decay), True))
+            x = self._x
+            if self._placeholder.meta["val"].dtype is torch.float16:  # infinite elements stay infinite
+                x = self._editor.call(aten.clamp_min.default, x, -LARGEST)
+                x = self._editor.call(aten.clamp_max.default, x, LARGEST)
+            terms.append(_Sum(self._call(aten.mul.Tensor, x, decay), True))
         terms.sort(key=lambda each: each.is_subtracted)
         (change, is_subtracted), *others = terms
         for term, is_unlike in ((each, each_is != is_subtracted) for each, each_is in others):
@@ -221,13 +225,6 @@ class _Chain:
             return change
         change = self._editor.convert(change, torch.float32)  # a number has float64
         return self._editor.call(aten.expand.default, change, [*self._shape])
-
-    def _finite(self) -> Node:
-        """Return x; in float16 with the largest finite number in place of infinite elements."""
-        if self._placeholder.meta["val"].dtype is not torch.float16:
-            return self._x
-        above = self._editor.call(aten.clamp_min.default, self._x, -LARGEST)
-        return self._editor.call(aten.clamp_max.default, above, LARGEST)
 
     def _call(self, target: Any, *args: Any) -> Any:
         """Apply an operation to numbers and tensors: of numbers alone in float64, where they have it."""

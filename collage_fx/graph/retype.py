@@ -53,7 +53,10 @@ class Retyper:
         elif nodes.is_conversion(node):
             self._visit_conversion(node)
         elif node.target is operator.getitem:
-            self._visit_element(node)
+            # One result of several: float32 if a transparent operator made it, otherwise unchanged.
+            (results,), index = node.all_input_nodes, node.args[1]
+            if results.meta["val"][index].dtype != node.meta["val"].dtype:
+                self._float32[node] = self.editor.call(operator.getitem, results, index)
         elif is_transparent(node.target) or node in self.also:
             self._visit_transparent(node)
         else:
@@ -85,12 +88,6 @@ class Retyper:
             if value is not None and result.meta["val"].dtype != value.dtype:
                 result = self.editor.convert(result, value.dtype)
             node.replace_all_uses_with(result)
-
-    def _visit_element(self, node: Node) -> None:
-        """Visit one result of several: float32 if a transparent operator made it, otherwise unchanged."""
-        (results,), index = node.all_input_nodes, node.args[1]
-        if results.meta["val"][index].dtype != node.meta["val"].dtype:
-            self._float32[node] = self.editor.call(operator.getitem, results, index)
 
     def _define(self, node: Node, result: Node, *, rounds: bool) -> None:
         """Record ``result`` (float32) as the carrier of the low-precision ``node``."""

@@ -180,7 +180,10 @@ def watch_conversions(watch: Watch) -> None:
         backend, keywords = backend_within(compiler_fn)
         if not watch.is_watched(backend):
             return convert
-        if (function := _given_to_compile()) is not None:
+        # The function that torch.compile was called with, if that call is running; Lightning wraps it.
+        compiling = inspect.unwrap(torch.compile).__code__
+        called = optim_frames.variables_on_the_stack(lambda code: code is compiling) or {}
+        if (function := called.get("model")) is not None:
             for code in optim_frames.codes_of(function):
                 records.put(code, _IsGiven())
             watch.handed_over(backend, keywords, function)
@@ -203,12 +206,6 @@ class _Watched:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._convert, name)
-
-
-def _given_to_compile() -> Any:
-    """Return the function that ``torch.compile`` was called with, if that call is running."""
-    compiling = inspect.unwrap(torch.compile).__code__  # Lightning, for example, wraps it
-    return (optim_frames.variables_on_the_stack(lambda code: code is compiling) or {}).get("model")
 
 
 def _is_not_to_be_converted() -> bool:

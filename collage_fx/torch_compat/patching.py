@@ -126,15 +126,11 @@ class Patch:
         """Version of torch without need for the patch, or the function that must become public for it."""
         return self.waits_for if self.until is None else f"torch {'.'.join(map(str, self.until))}"
 
-    @property
-    def shapes(self) -> tuple[str, ...]:
-        """Lines of everything that must fit, the target first."""
-        return self.target, *self.relies_on
-
     @functools.cached_property
     def misfit(self) -> str | None:
         """First misfit in this version of torch, as a sentence; None if everything fits."""
-        return next(filter(None, map(misfit, self.shapes)), None) if self.is_needed else None
+        shapes = (self.target, *self.relies_on) if self.is_needed else ()
+        return next(filter(None, map(misfit, shapes)), None)
 
     @property
     def applies(self) -> bool:
@@ -150,11 +146,6 @@ class Patch:
     def replaced(self) -> Callable[..., Any]:
         """Original function, which an installed patch replaces."""
         return _layers[self].original
-
-    @property
-    def is_entered(self) -> bool:
-        """Whether the patch is active in this thread, between entering and leaving."""
-        return _layers.get(self) in _entered.get()
 
     def install(self, replacement: Replacement) -> None:
         """Replace calls of the target by calls of ``replacement(original, ...)`` from now on.

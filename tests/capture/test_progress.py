@@ -22,6 +22,7 @@ from collage_fx import CollageBackend, error_terms, install
 from collage_fx.capture.progress import show_progress
 from collage_fx.clock import is_taken
 from collage_fx.torch_compat import PATCHES
+from tests.support.substitutes import is_entered
 from tests.support.training import (
     Descent,
     differences,
@@ -162,7 +163,7 @@ def test_a_compilation_that_is_interrupted_leaves_everything_as_before(
     assert not optimizer.state
     assert all(map(operator.is_, [p.grad for p in params], gradients))
     assert [each.is_in_place for each in PATCHES] == replaced
-    assert not any(each.is_entered for each in PATCHES)
+    assert not any(is_entered(each) for each in PATCHES)
     assert not is_taken.get()
 
     install(optimizer, **options)

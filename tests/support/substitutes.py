@@ -28,7 +28,7 @@ from collage_fx.runtime.batches import Batch
 from collage_fx.runtime.step import CompensatedStep
 from collage_fx.state.fingerprints import fingerprint
 from collage_fx.state.replaced_state import _Held
-from collage_fx.torch_compat import PATCHES, TableKernel, inductor_compile_inner, records
+from collage_fx.torch_compat import PATCHES, TableKernel, inductor_compile_inner, patching, records
 from collage_fx.torch_compat.patching import Patch
 from collage_fx.wings.gradient_release import GradientRelease
 
@@ -174,6 +174,11 @@ def processor(features: str) -> AbstractContextManager[Any]:
 def lowering_in_inductor(function: Callable[..., Any]) -> AbstractContextManager[Any]:
     """Context manager: what lowers our operators within Inductor calls this function."""
     return mock.patch("collage_fx.graph.trace_of", function)
+
+
+def is_entered(patch: Patch) -> bool:
+    """Whether a patch is active in this thread, between entering and leaving."""
+    return patching._layers.get(patch) in patching._entered.get()
 
 
 # What a device, a version or a file says. -------------------------------------------------------------------

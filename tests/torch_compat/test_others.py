@@ -20,6 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import collage_fx
 from collage_fx import CollageBackend
 from collage_fx.torch_compat import PATCHES
+from tests.support.substitutes import is_entered
 from tests.support.training import Descent, parameters, run_steps
 
 ROOT = Path(collage_fx.__file__).parents[1]
@@ -255,9 +256,9 @@ def test_a_patch_is_there_for_the_process_or_while_a_step_is_compiled() -> None:
     in_another_thread: list[bool] = []
 
     def look() -> None:
-        seen.append({patch.name for patch in PATCHES if patch.is_entered})
+        seen.append({patch.name for patch in PATCHES if is_entered(patch)})
         thread = threading.Thread(
-            target=lambda: in_another_thread.append(any(patch.is_entered for patch in PATCHES))
+            target=lambda: in_another_thread.append(any(is_entered(patch) for patch in PATCHES))
         )
         thread.start()
         thread.join()

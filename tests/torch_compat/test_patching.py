@@ -12,6 +12,7 @@ import pytest
 from collage_fx.torch_compat import PATCHES
 from collage_fx.torch_compat.patching import Patch, _owner, misfit
 from tests.patches_page import PAGE, page
+from tests.support.substitutes import is_entered
 
 #: What stands for something of torch's.
 HERE = f"{__name__}:"
@@ -67,7 +68,7 @@ def test_a_patch_is_in_force_within_and_gone_afterwards(name: str) -> None:
     patch = _patch(name)
     with patch.entered(_saying("ours")):
         assert getattr(Target(), name)() == f"ours({before})"
-        assert patch.is_entered
+        assert is_entered(patch)
         assert patch.is_in_place
         with patch.entered(_saying("inner")):
             assert getattr(Target(), name)() == f"inner(ours({before}))"
@@ -182,7 +183,7 @@ def test_a_patch_tells_what_it_relies_on_too() -> None:
 @pytest.mark.parametrize("patch", PATCHES, ids=lambda patch: patch.name)
 def test_a_patch_of_something_renamed_changes_nothing(patch: Patch, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever it patches, and whatever else it relies on."""
-    for shape in patch.shapes:
+    for shape in (patch.target, *patch.relies_on):
         fresh = replace(patch, until=None, is_there=True)
         owner, name = _owner(shape)
         with monkeypatch.context() as renamed:
