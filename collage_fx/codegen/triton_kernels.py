@@ -32,17 +32,11 @@ from typing import Any
 import torch
 from torch.fx import Graph, Node
 
+from collage_fx import torch_compat
 from collage_fx.codegen.elements import Elements, Kind, is_read, largest_magnitude, place
 from collage_fx.codegen.functions import expression, function_of
 from collage_fx.codegen.spellings import TRITON, NoSpelling, bare
-from collage_fx.torch_compat import (
-    ALIGNED_BYTES,
-    TRITON_HEAD,
-    OpOverload,
-    TableKernel,
-    triton_decorator,
-    warp_size,
-)
+from collage_fx.torch_compat import OpOverload, TableKernel
 
 aten = torch.ops.aten
 
@@ -135,7 +129,7 @@ class _Printer:
         held = (*columns, 0) if self.is_flat else tuple(columns)
         tiles = TILES if self.sums else 1
         size = (TILE if self.sums else BLOCK) // self.width if self.is_flat else 1
-        warp = warp_size(self.device)
+        warp = torch_compat.warp_size(self.device)
         threads = THREADS if self.is_flat else warp
         parts = [*self.functions, body, "\n".join(self._frame(columns, len(held) + bool(self.sums)))]
         kind = "update" if self.is_flat else "numbers"
@@ -145,12 +139,14 @@ class _Printer:
         for aligned in (True, False):
             config = {
                 "XBLOCK": size,
-                "ALIGNMENT": ALIGNED_BYTES if aligned else 1,
+                "ALIGNMENT": torch_compat.ALIGNED_BYTES if aligned else 1,
                 "num_warps": threads // warp,
                 "num_stages": 1,
             }
-            decorated = text.format(name=name, decorator=triton_decorator(config, name, self.device))
-            sources[aligned] = f"{TRITON_HEAD}\n\n{decorated}"
+            decorated = text.format(
+                name=name, decorator=torch_compat.triton_decorator(config, name, self.device)
+            )
+            sources[aligned] = f"{torch_compat.TRITON_HEAD}\n\n{decorated}"
         adding = _adding(self.device) if self.sums else None
         return TableKernel(name, held, size * tiles, sources, tuple(self.accesses), adding, threads, tiles)
 
@@ -270,7 +266,8 @@ class _Printer:
 
 
 def _adding(device: torch.device) -> TableKernel:
-    config = {"XBLOCK": BLOCK, "num_warps": THREADS // warp_size(device), "num_stages": 1}
+    config = {"XBLOCK": BLOCK, "num_warps": THREADS // torch_compat.warp_size(device), "num_stages": 1}
     name = "collage_add_sums"
-    source = f"{TRITON_HEAD}\n\n{_ADDING.format(decorator=triton_decorator(config, name, device))}"
+    adding = _ADDING.format(decorator=torch_compat.triton_decorator(config, name, device))
+    source = f"{torch_compat.TRITON_HEAD}\n\n{adding}"
     return TableKernel(name, (), 1, dict.fromkeys((True, False), source), threads=THREADS)

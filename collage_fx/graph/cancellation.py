@@ -45,23 +45,7 @@ import sympy
 import torch
 from torch.fx import Node
 
-from collage_fx.graph.nodes import (
-    copies_to_inputs,
-    is_low_precision_tensor,
-    is_number,
-    operands_of,
-    placeholders,
-    reached,
-    stored,
-)
-from collage_fx.graph.operator_facts import (
-    facts_of,
-    ignores_values,
-    is_matrix_product,
-    is_movement,
-    number_filling,
-    passed_operand,
-)
+from collage_fx.graph import nodes, operator_facts
 from collage_fx.graph.program import Role, StateTensor, StepProgram
 from collage_fx.graph.recurrence import TOLERATED_STALL
 from collage_fx.graph.signs import moves_as_a_parameter
@@ -109,10 +93,13 @@ class _Updates:
         graph = program.gm.graph
         self._is_recorded = program.is_recorded
         self._graph = graph
-        self._roles = dict(zip(placeholders(graph), (info.role for info in program.inputs), strict=True))
+        self._roles = dict(
+            zip(nodes.placeholders(graph), (info.role for info in program.inputs), strict=True)
+        )
         self._parameters = {node for node, role in self._roles.items() if role is Role.PARAMETER}
         self._new = {
-            node: unless_skipped(node, stored(store)) for node, store in copies_to_inputs(graph).items()
+            node: unless_skipped(node, nodes.stored(store))
+            for node, store in nodes.copies_to_inputs(graph).items()
         }
         #: Placeholders of the states that the step updates.
         self._states = [node for node in self._new if self._roles[node] is Role.STATE]
@@ -151,14 +138,14 @@ class _Updates:
         if node.op == "placeholder":
             if self._roles[node] is Role.PARAMETER:
                 return ({node: 1.0},)
-            if is_number(node) and not is_low_precision_tensor(node):
+            if nodes.is_number(node) and not nodes.is_low_precision_tensor(node):
                 return ({},)
             return ({node if self._roles[node] is Role.STATE else None: 1.0},)
-        if node.op != "call_function" or ignores_values(node.target):
+        if node.op != "call_function" or operator_facts.ignores_values(node.target):
             return ({},)
-        args, function = node.args, facts_of(node.target).function
+        args, function = node.args, operator_facts.facts_of(node.target).function
         packet = getattr(node.target, "overloadpacket", node.target)
-        operand = args[0] if node.target is operator.getitem else passed_operand(node)
+        operand = args[0] if node.target is operator.getitem else operator_facts.passed_operand(node)
         if operand is not None:
             return self._of(operand)
         if function is operator.neg:
@@ -178,9 +165,13 @@ class _Updates:
             return (*self._of(args[1]), *self._of(args[2]))
         if function in (sympy.Max, sympy.Min) or packet in (aten.clamp, aten.clamp_min, aten.clamp_max):
             return tuple(terms for each in node.all_input_nodes for terms in self._of(each))
-        if packet in (aten.sum, aten.mean) or is_movement(node) or is_matrix_product(node.target):
+        if (
+            packet in (aten.sum, aten.mean)
+            or operator_facts.is_movement(node)
+            or operator_facts.is_matrix_product(node.target)
+        ):
             dependent = [each for each in node.all_input_nodes if self._has_inputs(each)]
-            if len(dependent) == 1 or is_movement(node):
+            if len(dependent) == 1 or operator_facts.is_movement(node):
                 return self._moved(node, dependent)
         is_dependent = any(any(self._of(each)) for each in node.all_input_nodes)
         return ({None: 1.0} if is_dependent else {},)
@@ -219,14 +210,14 @@ class _Updates:
     def _number_of(self, node: Any) -> sympy.Expr:
         if not isinstance(node, Node):
             return sympy.Float(node)
-        if (operand := passed_operand(node)) is not None:
+        if (operand := operator_facts.passed_operand(node)) is not None:
             return self._number(operand)
-        if (number := number_filling(node)) is not None:
+        if (number := operator_facts.number_filling(node)) is not None:
             return self._number(number)
         target: Any = node.target
         is_of_symbols = getattr(target, "__module__", "") == "_operator" and target is not operator.getitem
-        function = target if is_of_symbols else facts_of(target).function
-        if function is None or not is_number(node):
+        function = target if is_of_symbols else operator_facts.facts_of(target).function
+        if function is None or not nodes.is_number(node):
             return sympy.Float(_any_number(node))
         return sympy.sympify(function(*map(self._number, node.args)))
 
@@ -235,7 +226,7 @@ class _Updates:
     def _is_update(self, node: Node, new_weight: Node) -> bool:
         """Return whether a tensor moves a weight by less than half of its own size, as a gradient does."""
         shares = [abs(terms[node]) for terms in self._branches[new_weight] if node in terms]
-        return max(shares, default=0.0) < 0.5 and node in reached([new_weight], operands_of)
+        return max(shares, default=0.0) < 0.5 and node in nodes.reached([new_weight], nodes.operands_of)
 
     def _settle(self, sizes: dict[Node, float], updates: set[Node]) -> set[Node]:
         """Add the sizes of states to the sizes of weights; return the states of the size of weights.

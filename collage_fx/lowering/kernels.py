@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule
 
-from collage_fx import codegen
+from collage_fx import codegen, torch_compat
 from collage_fx.codegen import NoSpelling
 from collage_fx.errors import FailedLoweringError
 from collage_fx.graph import Reason, Reasons, device_facts, placeholders
@@ -26,17 +26,7 @@ from collage_fx.lowering.rules import LONGEST, Line, Rule
 from collage_fx.lowering.stacks import stacked_graph
 from collage_fx.lowering.transposes import TRANSPOSES
 from collage_fx.runtime import HOST, Column, Kernel, Stackable
-from collage_fx.torch_compat import (
-    CFunction,
-    InductorFault,
-    SymbolicScope,
-    generated_code,
-    inductor_config,
-    innermost_callable,
-    launches_of,
-    load_cpp_library,
-    note_generated_code,
-)
+from collage_fx.torch_compat import CFunction, InductorFault, SymbolicScope
 
 aten = torch.ops.aten
 
@@ -63,14 +53,14 @@ def kernel_of(rule: Rule) -> Kernel | Reason:
 def _known(rule: Rule, key: Hashable, compiled: Callable[[], Kernel | Reason]) -> Kernel | Reason:
     """Return the kernel of a rule that is known under a key, or compile it and remember it."""
     by_inductor = torch.get_num_threads(), torch.are_deterministic_algorithms_enabled()
-    of_printed = key, inductor_config.get_hash()
+    of_printed = key, torch_compat.inductor_config.get_hash()
     of_compiled = *of_printed, *by_inductor
     for full in (of_printed, of_compiled):
         if full in _made:
             kernel, code, _ = _made[full]
-            note_generated_code(code)
+            torch_compat.note_generated_code(code)
             return kernel
-    with generated_code() as code:
+    with torch_compat.generated_code() as code:
         found = compiled()
     if isinstance(found, Kernel):
         _made[of_printed if found.call is None else of_compiled] = found, code, rule.lines
@@ -131,7 +121,7 @@ def printed(rule: Rule) -> Kernel | Reason:
             if rule.is_tabled:
                 function = codegen.table_kernel(gm.graph, rule.width if rule.flat else 0, rule.device)
                 function.begin()
-                note_generated_code([function.source[True]])
+                torch_compat.note_generated_code([function.source[True]])
                 columns, sums = _columns(rule, inputs, function.arguments), tuple(rule.totals.items())
                 return Kernel(None, function, columns, device=rule.device, width=rule.width, sums=sums)
             if rule.flat:
@@ -153,7 +143,7 @@ def _loaded(rule: Rule, source: str, inputs: Sequence[Any]) -> Kernel | Reason:
         return Reason(f"it has more than {codegen.MOST_ARGUMENTS} arguments", rule.operations)
     try:
         with inductors_faults():
-            library = load_cpp_library(source, codegen.FLAGS)
+            library = torch_compat.load_cpp_library(source, codegen.FLAGS)
     except InductorFault as fault:
         if fault.is_by_compiler and fault_of_library() is None:
             raise FailedLoweringError(
@@ -162,7 +152,7 @@ def _loaded(rule: Rule, source: str, inputs: Sequence[Any]) -> Kernel | Reason:
                 remedy="this is a bug in collage_fx; please report it with the traceback",
             ) from fault.__cause__
         return Reason(f"printed C++ is not compiled: {fault}")
-    note_generated_code([source])
+    torch_compat.note_generated_code([source])
     address = ctypes.cast(library.kernel, ctypes.c_void_p).value
     assert address is not None
     function, columns = CFunction(address, arguments, library), _columns(rule, inputs, arguments)
@@ -228,13 +218,17 @@ def _compiled(rule: Rule, no_table: Reason) -> Kernel | Reason:
 def _by_inductor(rule: Rule, gm: GraphModule, no_table: Reason, settings: dict[str, Any]) -> Kernel | Reason:
     """Compile a graph of a rule with Inductor, or return why that is impossible."""
     inputs = [node.meta["val"] for node in placeholders(gm.graph)]
-    with inductor_config.patch({"triton.cudagraphs": False, **settings}), generated_code() as code:
+    with (
+        torch_compat.inductor_config.patch({"triton.cudagraphs": False, **settings}),
+        torch_compat.generated_code() as code,
+    ):
         attempt = compile_somehow(gm, inputs, is_inference=True)
     if not attempt.is_compiled:
         return attempt.reasons[0][1]
-    launches = 1 if rule.device == HOST else sum(map(launches_of, code[-1:]))
+    launches = 1 if rule.device == HOST else sum(map(torch_compat.launches_of, code[-1:]))
     reasons: Reasons = (("in one call for all tensors", no_table), *attempt.reasons)
-    return Kernel(innermost_callable(attempt.call), device=rule.device, launches=launches, reasons=reasons)
+    call = torch_compat.innermost_callable(attempt.call)
+    return Kernel(call, device=rule.device, launches=launches, reasons=reasons)
 
 
 def _stackable(rule: Rule, no_table: Reason) -> Stackable | None:

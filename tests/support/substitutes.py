@@ -37,7 +37,7 @@ _OF_THE_TEST = Reason("of the test")
 #: What compiles graphs and printed kernels.
 _COMPILERS = (
     "collage_fx.lowering.attempts.inductor_compile_inner",
-    "collage_fx.lowering.kernels.load_cpp_library",
+    "collage_fx.torch_compat.load_cpp_library",
 )
 
 
@@ -163,7 +163,7 @@ def meta_device_as(kind: str) -> AbstractContextManager[Any]:
 
 def threads_of_a_warp(count: int) -> AbstractContextManager[Any]:
     """Context manager: a warp of the GPU has so many threads."""
-    return mock.patch("collage_fx.codegen.triton_kernels.warp_size", return_value=count)
+    return mock.patch("collage_fx.torch_compat.warp_size", return_value=count)
 
 
 def processor(features: str) -> AbstractContextManager[Any]:
