@@ -1,8 +1,7 @@
 """The pass that adds the error terms of the selected tensors to the graph's inputs.
 
 Only the graph's side of the allocation is done here: new placeholders come behind the existing ones, so that
-the positions that AOTAutograd and Dynamo know do not change. ``state/error_terms.py`` owns the real buffers
-and knows their lifetime.
+the positions that AOTAutograd and Dynamo know do not change. ``state/error_terms.py`` owns the real buffers.
 """
 
 from __future__ import annotations
@@ -19,8 +18,7 @@ class Allocate(Pass):
 
     A tensor in a dithered format gets an additional placeholder, for the index of its first element.
 
-    Then follow the placeholders of tensors that have error terms already and are only read.
-    (``native`` arithmetic reads their hi.)
+    Then follow those of tensors that have error terms and are only read. (``native`` reads their hi.)
     """
 
     name = "allocate"

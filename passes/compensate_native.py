@@ -112,8 +112,7 @@ def _keeps_old_value(state: StateTensor) -> bool:
 class _PathRewriter:
     """Rewriter of the path of state tensors of the same dtype.
 
-    ``words`` maps the hi node of every double word on the path to the pair. For decays see
-    Note [Decay is an increment].
+    ``words`` maps the hi node of every double word on the path to the pair.
     """
 
     def __init__(self, editor: GraphEditor, states: Sequence[StateTensor], path: Sequence[Node]) -> None:

@@ -16,8 +16,7 @@ The loops are of scalar C++; the compiler makes vectors of them, as long as the 
 allow. So bytes are read and written in loops of their own. A rule with blocks has 4 blocks of 32 elements in
 a chunk, and a loop over a block's elements in one over blocks.
 
-Every operation is IEEE 754's or an integer's, and nothing is contracted or reassociated (``FLAGS``): the bits
-are those of the eager functions.
+Every operation is IEEE 754's or an integer's, and nothing is contracted (``FLAGS``): bits are the eager ones.
 """
 
 from __future__ import annotations

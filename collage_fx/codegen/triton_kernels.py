@@ -73,8 +73,7 @@ def _add_terms(v, mask, total, SHAPE: tl.constexpr):
     return d.to(tl.float64) + total
 """
 
-#: Kernel whose rows are ``(destination, partial sums, their number, divisor)``. The float32 destination
-#: becomes the sum, divided by the divisor.
+#: Kernel of rows ``(destination, partial sums, their number, divisor)``: the sum, divided, in float32.
 _ADDING = """{decorator}
 @triton.jit
 def collage_add_sums(table, programs, XBLOCK: tl.constexpr):

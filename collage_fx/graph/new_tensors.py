@@ -83,8 +83,8 @@ def results_to_inputs(program: StepProgram) -> dict[int, int]:
 def values_of_weights(graph: Graph, whole: Collection[Node]) -> set[Node]:
     """Return the nodes that are copies, sums, differences, averages and the like of tensors with error terms.
 
-    Activations are none: a weight is broadcast for them, or multiplied as a matrix. ``whole`` are inputs that
-    are read with their error terms.
+    Activations are none: a weight is broadcast for them, or multiplied as a matrix. ``whole``: inputs with
+    error terms.
     """
     #: Value of weights -> number of elements of weights that it is computed from, at most its own number.
     found = {node: _elements_of(node) for node in whole}

@@ -175,8 +175,7 @@ def assignments(graph: Graph) -> list[Node]:
 def assignments_to_stores(gm: GraphModule) -> None:
     """Replace ``p.data = value`` by ``copy_(p, value)``: the tensor keeps its memory and takes the value.
 
-    Not replaced where the meaning would change: after ``p.data = input`` both share memory, and a value of
-    another dtype or shape cannot be copied.
+    Not where the meaning would change: ``p.data = input`` shares memory, and a dtype or shape may be another.
     """
     for node in assignments(gm.graph):
         operands: tuple[Any, ...] = node.args

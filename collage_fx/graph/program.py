@@ -151,8 +151,7 @@ class StateTensor(Expansion):
         is_weight_sized: set by ``analyze``: whether it is as large as weights, as an average of weights is.
         amplification: set by ``analyze``: factor from its noise relative to itself to its noise relative to
             a parameter's update: Note [State of the size of weights] in ``graph/cancellation.py``.
-        is_unbounded: set by ``analyze``: whether no bound is known for what its rounding does: Note [State
-            without a bound] in ``graph/matrices.py``.
+        is_unbounded: set by ``analyze``: whether its rounding has no bound: Note [State without a bound].
         selection: why it is, or is not, compensated under the chosen strategy.
         not_packed: why it stays unpacked although state is to be packed; empty if packed or not to be.
         refusal: set by the compensating pass: why it could not keep the error term; empty if it could.

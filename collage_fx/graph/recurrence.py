@@ -36,8 +36,7 @@ TOLERATED_STALL = Fraction(1, 16)
 LONGEST_EXPRESSION = 400
 
 
-#: Slopes of a value with respect to the old value: empty if it does not depend on the old value, None if it
-#: does, but not piecewise linearly.
+#: Slopes of a value in the old value: empty if it does not depend on it, None if not piecewise linearly.
 Slopes = frozenset[sympy.Expr] | None
 
 

@@ -133,8 +133,7 @@ class Rule:
     Attributes:
         key: equal for equal rules.
         flat: whether it is elementwise in one dense layout.
-        stores: ``(destination, value)`` lines; a destination of None is a result, for which the caller brings
-            memory as a further input.
+        stores: ``(destination, value)`` lines; None is a result, whose memory is a further input.
         operands: nodes of this part that are the rule's inputs, in their order.
         length: number of elements, or blocks, of this part's tensors, if it is flat.
         width: elements per unit of length: 1, or the elements of a block.

@@ -92,8 +92,7 @@ def add_double_words(xh: Tensor, xl: Tensor, yh: Tensor, yl: Tensor) -> DoubleWo
 def multiply_double_words(xh: Tensor, xl: Tensor, yh: Tensor, yl: Tensor) -> DoubleWord:
     """Multiply two double words, with a relative error of at most 7 u**2.
 
-    DWTimesDW1 [JMP17, algorithm 10] with TwoSum in place of Fast2Sum. The bound is from [JMP17]; [MR22]
-    corrects its proof and improves it.
+    DWTimesDW1 [JMP17, algorithm 10] with TwoSum in place of Fast2Sum; [MR22] corrects the bound's proof.
 
     This is Collage's *Mul* [Yu24, algorithm 3], made right: the published code updates one factor in place
     while still reading it and takes the residual of the scalar against torch's default dtype.

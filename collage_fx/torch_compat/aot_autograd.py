@@ -63,8 +63,7 @@ def needs_autograd(gm: torch.fx.GraphModule, example_inputs: Sequence[Any]) -> b
 def remove_gradient_modes(gm: torch.fx.GraphModule) -> None:
     """Remove the switches of gradients from a Dynamo graph that computes nothing that needs a gradient.
 
-    ``torch.nn.init`` leaves them in a step without ``torch.no_grad``. AOTAutograd runs the graph, and would
-    go on with gradients enabled.
+    ``torch.nn.init`` leaves them in a step. AOTAutograd, which runs it, would go on with gradients enabled.
     """
     for node in gm.graph.find_nodes(op="call_function", target=SET_GRAD_ENABLED):
         gm.graph.erase_node(node)

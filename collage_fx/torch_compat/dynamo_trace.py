@@ -192,8 +192,7 @@ def _statement_being_traced(error: Exception) -> str:
 class RunEagerly(ShortenTraceback):
     """Exception within a conversion: Python runs the function unchanged, without compiled code.
 
-    If ``always``, the function is never converted again, for anyone. With ``begin``, which is called first,
-    its callees are not converted either.
+    If ``always``, it is never converted again, for anyone. With ``begin``, called first, nor are its callees.
     """
 
     def __init__(self, *, always: bool = False, begin: Callable[[], None] | None = None) -> None:

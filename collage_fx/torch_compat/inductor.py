@@ -169,8 +169,7 @@ def compile_with_inductor(
     AOTAutograd applies ``decompositions``; None are Inductor's own (:func:`functional_decompositions`): then
     only ``inner_compile`` differs from plain Inductor. AOTAutograd's cache is off: on a hit it would return
     the code of an earlier compilation without calling ``inner_compile``, so without error terms. Inductor's
-    own cache, whose key is the rewritten graph, stays on. Symbolic numbers with ``symbols_left_out`` are not
-    in the graph, and stay symbols.
+    own cache, whose key is the rewritten graph, stays on. ``symbols_left_out`` of the graph stay symbols.
     """
     inputs = (*gm.parameters(), *gm.buffers(), *example_inputs)
     tensors = [value for value in inputs if isinstance(value, torch.Tensor)]

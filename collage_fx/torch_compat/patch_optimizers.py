@@ -266,8 +266,7 @@ class ThinnedLists:
         rows: for each parameter its entries in the nonempty lists: the parameter, its gradient, its state.
         kept: indices of the rows that are traced.
         like: for each row the first row, traced, that is updated alike.
-        come_and_go: whether the step looks for the rows' gradients itself, so that parameters without a
-            gradient need no new compilation.
+        come_and_go: whether the step looks for gradients itself: some may be None in the same code.
     """
 
     optimizer: torch.optim.Optimizer

@@ -68,8 +68,7 @@ AVERAGES = Patch(
 _MARK = "__collage_fx__"
 
 
-#: Functions that replace, by ``replacement(original, ...)``, the unflattening of a flattened optimizer state
-#: dict, and ``Module.load_state_dict``.
+#: Functions that replace torch's unflattening of optimizer state dicts, and ``Module.load_state_dict``.
 wrap_flat_states, wrap_loading_of_modules = FLAT_STATES.install, LOADING_OF_MODULES.install
 
 

@@ -17,8 +17,7 @@ A function of torch is replaced only where torch has no hook. Rules keep replace
 ``patches.py`` collects all patches; ``collage-fx doctor`` lists them.
 
 A requirement is a line, read by :func:`misfit`: ``module:Class.method(self, x) has name, other``. The
-parameters are the first ones. The names are attributes of a module, of a class or of its objects; of a
-function, names in its code.
+parameters are the first ones. The names are attributes of a module, a class or its objects, or in its code.
 """
 
 from __future__ import annotations

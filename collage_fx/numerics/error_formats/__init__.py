@@ -2,8 +2,7 @@
 
 A format is the only place that knows its auxiliary tensors. The passes ask a format for their specifications,
 for the function that joins hi and auxiliaries into one float32 value, and for the inverse function, and trace
-both functions into the graph. Another format is another file here and an entry in a registry below; a plug-in
-adds the entry when it is imported.
+both functions into the graph. Another format is another entry in a registry below, perhaps by a plug-in.
 """
 
 from __future__ import annotations

@@ -31,8 +31,7 @@ class Exact(ErrorFormat):
     float16. hi is b rounded to nearest even. The integer is b - hi in units of 2**-15 of hi's ulp, at most
     2**14 of them. float32 numbers of at least 2**-16 are multiples of the unit.
 
-    The count is that of the steps whose last sum has been rounded by dither: Note [The last rounding] in
-    ``numerics/dither.py``.
+    The count is that of the steps whose last sum dither has rounded: Note [The last rounding].
     """
 
     name = "exact"
