@@ -13,22 +13,15 @@ namespace {
 using Word = int64_t;
 using Caller = void (*)(void*, const Word*);
 
-template <size_t>
-using WordAt = Word;
-
 template <size_t... I>
 void call(void* function, const Word* a, std::index_sequence<I...>) {
-  reinterpret_cast<void (*)(WordAt<I>...)>(function)(a[I]...);
-}
-
-template <size_t N>
-void call_with(void* function, const Word* a) {
-  call(function, a, std::make_index_sequence<N>());
+  reinterpret_cast<void (*)(decltype(Word(I))...)>(function)(a[I]...);
 }
 
 template <size_t... N>
 Caller caller(size_t arguments, std::index_sequence<N...>) {
-  static const Caller callers[] = {call_with<N>...};
+  static const Caller callers[] = {
+      [](void* function, const Word* a) { call(function, a, std::make_index_sequence<N>()); }...};
   return callers[arguments];
 }
 
