@@ -42,7 +42,7 @@ class RefineNumbers(Pass):
                 node.replace_all_uses_with(value)
 
         def visit(node: Node) -> bool:
-            """Carry a number in float64; return whether an operation is computed in float64."""
+            """Compute a number in float64; return whether an operation is computed in float64."""
             source = next(iter(node.all_input_nodes), node)
             dtypes = {_dtype_of_number(node), _dtype_of_number(source)}
             if is_conversion(node) and dtypes <= {torch.float32, torch.float64}:

@@ -155,7 +155,7 @@ class StateTensor(Expansion):
         selection: why it is, or is not, compensated under the chosen strategy.
         not_packed: why it stays unpacked although state is to be packed; empty if packed or not to be.
         refusal: set by the compensating pass: why it could not keep the error term; empty if it could.
-        remedy: likewise: what the user can do about the refusal; if empty, the arithmetic's usual advice.
+        remedy: set by the compensating pass: what to do about the refusal; if empty, the arithmetic's advice.
         keeps_small_updates: set by ``sum-changes``: whether the sum that is stored is rounded by dither.
         rounded: set by ``repay``: hi and the auxiliaries that are stored, rounded to nearest.
         counts_steps: set by ``repay``: whether its steps are counted although they are rounded to nearest.

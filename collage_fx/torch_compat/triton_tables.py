@@ -77,7 +77,7 @@ class TableKernel:
         source: source of a module with the kernel: by True for aligned addresses of elements, False for any.
         accesses: the argument of each load and store.
         adding: the kernel that adds this kernel's partial sums, if it has any: Note [Sums of a launch].
-        threads, tiles: of a program; tiles are one after the other.
+        threads, tiles: numbers of a program's threads, and of its tiles, one after the other.
         begins: whether kernels are compiled ahead of their first launch.
     """
 
