@@ -35,10 +35,10 @@ _GATHERED = "collage_fx_gathered"
 def gather_from(parameter: torch.Tensor, whole: Callable[[torch.Tensor], torch.Tensor]) -> None:
     """Make FSDP2 gather ``whole(parameter)``, a DTensor, in place of memory that it keeps of a parameter."""
     setattr(parameter, _GATHERED, True)
-    GATHERED_SHARDS.install(lambda original: functools.partial(_gathered, original, whole))
+    GATHERED_SHARDS.install(functools.partial(_gathered, whole))
 
 
-def _gathered(original: Any, whole: Callable[[torch.Tensor], torch.Tensor], parameters: Any) -> Any:
+def _gathered(whole: Callable[[torch.Tensor], torch.Tensor], original: Any, parameters: Any) -> Any:
     changed = [each for each in parameters if hasattr(each.sharded_param, _GATHERED)]
     changed = [each for each in changed if each.sharded_state.name == "SHARDED"]
     for each in changed:
