@@ -28,48 +28,14 @@ import torch
 from torch.optim import Optimizer
 from typing_extensions import Unpack
 
+from collage_fx import capture, errors, state, torch_compat
 from collage_fx.backend import CollageBackend
-from collage_fx.capture import (
-    first_call,
-    forget_compiled_step,
-    note_installed,
-    refuse_devices,
-    refuse_uninitialized,
-    refuse_unknown_torch,
-)
 from collage_fx.choices import Strategy, takes_options
-from collage_fx.errors import (
-    EagerStepError,
-    GradientReleaseError,
-    InvalidOptionError,
-    UnsupportedOptimizerError,
-    raise_or_warn,
-)
 from collage_fx.graph import Role
 from collage_fx.numerics import is_low_precision
 from collage_fx.options import GivenOptions, Options, refuse_unknown
 from collage_fx.report import Updates, try_updates
-from collage_fx.state import (
-    carry_along,
-    forget_compiled,
-    has_error_terms,
-    known_tensors,
-    optimizers_among,
-    parameter_names,
-    record_of,
-    reset_error_terms,
-)
-from collage_fx.torch_compat import (
-    WeakBackend,
-    codes_of,
-    note_true_step,
-    own_step,
-    records,
-    remove_own_step,
-    set_own_step,
-    true_step,
-    version_of,
-)
+from collage_fx.torch_compat import version_of
 
 log = logging.getLogger("collage_fx")
 
@@ -150,7 +116,7 @@ def install(
 def _refuse_options(backend: CollageBackend | None, options: Mapping[str, Any]) -> None:
     """Raise for options that do not exist, or that are given beside a backend."""
     if backend is not None and options:
-        raise InvalidOptionError(
+        raise errors.InvalidOptionError(
             "install() was given a backend, and options of a backend",
             where=next(iter(options)),
             remedy="give the options to the backend: install(optimizer, backend=CollageBackend(...))",
@@ -164,13 +130,13 @@ def accepted(
     """Return the optimizers that :func:`install` would compile, and their backend; raise as it does."""
     _refuse_options(backend, options)
     chosen = backend or CollageBackend(**options)
-    refuse_unknown_torch()
+    capture.refuse_unknown_torch()
     stepped = list(inner_optimizers(optimizer))
     for each in stepped:
-        refuse_uninitialized(each)
-        note_true_step(each)
+        capture.refuse_uninitialized(each)
+        torch_compat.note_true_step(each)
         _refuse_without_step(each)
-        refuse_devices(each)
+        capture.refuse_devices(each)
     return stepped, chosen
 
 
@@ -210,7 +176,7 @@ def kept_backend(optimizer: Optimizer, given: Mapping[str, object] = MappingProx
     Raises:
         InvalidOptionError: the optimizer has been installed with another value of an option.
     """
-    if not isinstance(step := own_step(optimizer), CompiledStep):
+    if not isinstance(step := torch_compat.own_step(optimizer), CompiledStep):
         return None
     has = step.backend.options
     named = {name: value for name, value in given.items() if name != "backend" or value is not None}
@@ -221,7 +187,7 @@ def kept_backend(optimizer: Optimizer, given: Mapping[str, object] = MappingProx
     asked = {name: getattr(options, name) for name in named}
     for name, value in asked.items():
         if value != getattr(has, name):
-            raise InvalidOptionError(
+            raise errors.InvalidOptionError(
                 f"{name}={value!r} is asked of an optimizer that has been installed with "
                 f"{name}={getattr(has, name)!r}",
                 where=name,
@@ -240,13 +206,13 @@ def uninstall(optimizer: Installed) -> Installed:
         _uninstall_class(optimizer)
         return optimizer
     for each in inner_optimizers(optimizer):
-        if isinstance(own_step(each), CompiledStep):
+        if isinstance(torch_compat.own_step(each), CompiledStep):
             remove_release(each)
-            remove_own_step(each)
-            forget_compiled_step(each)
-            forget_compiled(each)
-            for known in known_tensors({"self": each, **optimizers_among(vars(each))}).values():
-                reset_error_terms(known.tensor)
+            torch_compat.remove_own_step(each)
+            capture.forget_compiled_step(each)
+            state.forget_compiled(each)
+            for known in state.known_tensors({"self": each, **state.optimizers_among(vars(each))}).values():
+                state.reset_error_terms(known.tensor)
     return optimizer
 
 
@@ -257,9 +223,9 @@ def backend_of(optimizer: Any) -> CollageBackend:
         CollageError: the optimizer is not installed.
     """
     for each in inner_optimizers(optimizer):
-        if isinstance(step := own_step(each), CompiledStep):
+        if isinstance(step := torch_compat.own_step(each), CompiledStep):
             return step.backend
-    raise UnsupportedOptimizerError(
+    raise errors.UnsupportedOptimizerError(
         f"this {type(optimizer).__name__} is not installed",
         where="backend_of",
         remedy="call collage_fx.install(optimizer) before",
@@ -286,16 +252,16 @@ class CompiledStep:
         self.backend = backend
         #: Handle that steps some parameters in the backward pass; None if all are stepped here.
         self.release: Release | None = None
-        step = MethodType(true_step(optimizer), optimizer)
+        step = MethodType(torch_compat.true_step(optimizer), optimizer)
         #: Compiled step of the parameters that have a gradient.
-        self.run = torch.compile(step, backend=WeakBackend(backend))
+        self.run = torch.compile(step, backend=torch_compat.WeakBackend(backend))
         self._signature = inspect.signature(step)
         self._defaults = {each.name: each.default for each in self._signature.parameters.values()}
-        self._first_call = first_call(optimizer)
+        self._first_call = capture.first_call(optimizer)
         self._optimizer = optimizer
         self._calls = 0
         self._reports = len(backend.reports)
-        self._updates = records.put(optimizer, Updates())
+        self._updates = torch_compat.records.put(optimizer, Updates())
         self._is_compensated = not backend.compensates
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -334,7 +300,7 @@ class CompiledStep:
             return self.release.finish(functools.partial(self.run, *args, **kwargs))
         if self._is_compensated or not self.backend.options.strict:
             return self.run(*args, **kwargs)
-        low = [p for _, p in parameter_names(self._optimizer) if is_low_precision(p.dtype)]
+        low = [p for _, p in state.parameter_names(self._optimizer) if is_low_precision(p.dtype)]
         before = [(version_of(p), p.grad) for p in low]
         returned = self.run(*args, **kwargs)
         moved = [
@@ -345,13 +311,13 @@ class CompiledStep:
         # A parameter that is overwritten may have no error term, and has a row in a report.
         rows = (row for graph in self.backend.reports[self._reports :] for row in graph.tensors)
         has_row = any(row.role is Role.PARAMETER for row in rows)
-        self._is_compensated = has_row or any(record_of(p) is not None for p in moved)
+        self._is_compensated = has_row or any(state.record_of(p) is not None for p in moved)
         if moved and not self._is_compensated:
             label = type(self._optimizer).__name__
-            raise EagerStepError(
+            raise errors.EagerStepError(
                 f"the step of {label} has updated parameters by code that this backend has not compiled, "
                 "without error terms",
-                where=f"{label}.step{_definition(true_step(self._optimizer))}",
+                where=f"{label}.step{_definition(torch_compat.true_step(self._optimizer))}",
                 remedy="do not compile the step, or a part of it, by another backend: install(optimizer) "
                 "compiles it",
             )
@@ -364,7 +330,7 @@ class CompiledStep:
             EagerStepError: the step cannot call this step, or has updated parameters without it. If the
                 backend is not strict, this is a warning.
         """
-        parameters = [p for _, p in parameter_names(self._optimizer)]
+        parameters = [p for _, p in state.parameter_names(self._optimizer)]
         calls, versions = self._calls, list(map(version_of, parameters))
         if not may_call_this:
             self._refuse_replacement(step)
@@ -376,16 +342,16 @@ class CompiledStep:
 
     def _refuse_replacement(self, step: Any) -> None:
         """Raise, or warn, about a step that has replaced this step."""
-        name = codes[-1].co_name if (codes := codes_of(step)) else "another callable"
+        name = codes[-1].co_name if (codes := torch_compat.codes_of(step)) else "another callable"
         label = type(self._optimizer).__name__
-        refusal = EagerStepError(
+        refusal = errors.EagerStepError(
             f"the step of this {label} has been replaced after install(), by {name}, which does not call the "
             "compiled step: parameters are updated eagerly, without error terms",
             where=f"{label}.step{_definition(step)}",
             remedy="call collage_fx.install(optimizer) again, below the line that sets optimizer.step: then "
             "that step is compiled",
         )
-        raise_or_warn(self._optimizer, refusal, strict=self.backend.options.strict)
+        errors.raise_or_warn(self._optimizer, refusal, strict=self.backend.options.strict)
 
     def _refuse_with_release(self, given: Mapping[str, Any]) -> None:
         """Raise if an argument of this step comes after parameters have been stepped without it."""
@@ -393,7 +359,7 @@ class CompiledStep:
         returned = first.name if first and first.is_only_returned else None
         late = [name for name, value in given.items() if value is not None and name != returned]
         if late:
-            raise GradientReleaseError(
+            raise errors.GradientReleaseError(
                 f"step() was given {late[0]!r}, after the backward pass, in which parameters are stepped "
                 "without it",
                 where=f"{type(self._optimizer).__name__}.step",
@@ -404,7 +370,7 @@ class CompiledStep:
 
 def _definition(step: Any) -> str:
     """Return the file and line where a callable is defined, in brackets; empty if they are not known."""
-    codes = codes_of(step)
+    codes = torch_compat.codes_of(step)
     return f" ({codes[-1].co_filename}:{codes[-1].co_firstlineno})" if codes else ""
 
 
@@ -421,7 +387,7 @@ def inner_optimizers(optimizer: Any) -> Iterator[Optimizer]:
         yield optimizer
     else:
         is_step = isinstance(getattr(optimizer, "__self__", None), Optimizer)
-        raise UnsupportedOptimizerError(
+        raise errors.UnsupportedOptimizerError(
             f"{type(optimizer).__name__} is not a torch.optim.Optimizer",
             where="install",
             remedy="pass the optimizer itself, not its step: install(optimizer)"
@@ -432,9 +398,9 @@ def inner_optimizers(optimizer: Any) -> Iterator[Optimizer]:
 
 def _refuse_without_step(optimizer: Optimizer) -> None:
     """Raise if the optimizer's step can only raise."""
-    code = getattr(inspect.unwrap(true_step(optimizer)), "__code__", None)
+    code = getattr(inspect.unwrap(torch_compat.true_step(optimizer)), "__code__", None)
     if code is not None and not any(each.opname.startswith("RETURN") for each in dis.get_instructions(code)):
-        raise UnsupportedOptimizerError(
+        raise errors.UnsupportedOptimizerError(
             f"{type(optimizer).__name__} has no step, or one that only raises: it updates parameters "
             "elsewhere, as by hooks in the backward pass, where nothing can be compensated",
             where=f"{type(optimizer).__name__}.step",
@@ -443,13 +409,13 @@ def _refuse_without_step(optimizer: Optimizer) -> None:
 
 
 def _install(optimizer: Optimizer, backend: CollageBackend) -> None:
-    if isinstance(before := own_step(optimizer), CompiledStep):
+    if isinstance(before := torch_compat.own_step(optimizer), CompiledStep):
         remove_release(optimizer)
-        forget_compiled_step(optimizer)
+        capture.forget_compiled_step(optimizer)
         _drop_terms_of_state(optimizer, before.backend.options, backend.options)
-    note_installed(optimizer, backend)
-    set_own_step(optimizer, CompiledStep(optimizer, backend))
-    are_low = [is_low_precision(parameter.dtype) for _, parameter in parameter_names(optimizer)]
+    capture.note_installed(optimizer, backend)
+    torch_compat.set_own_step(optimizer, CompiledStep(optimizer, backend))
+    are_low = [is_low_precision(parameter.dtype) for _, parameter in state.parameter_names(optimizer)]
     told = "%s: its first step compiles it with %r; %d of %d parameters are bfloat16 or float16"
     log.info(told, type(optimizer).__name__, backend, sum(are_low), len(are_low))
 
@@ -458,37 +424,37 @@ def _drop_terms_of_state(optimizer: Optimizer, before: Options, now: Options) ->
     """Drop the error terms of state if the new strategy keeps fewer of them than the old."""
     if not 0 < STRATEGIES.index(now.strategy) < STRATEGIES.index(before.strategy):
         return
-    known = known_tensors({"self": optimizer}).values()
-    state = [each for each in known if each.role is Role.STATE and has_error_terms(each.tensor)]
-    for each in state:
-        reset_error_terms(each.tensor)
-    if state:
+    known = state.known_tensors({"self": optimizer}).values()
+    dropped = [each for each in known if each.role is Role.STATE and state.has_error_terms(each.tensor)]
+    for each in dropped:
+        state.reset_error_terms(each.tensor)
+    if dropped:
         told = "%s: strategy=%r in place of %r: the error terms of %d state tensors are dropped, %s first"
         name = type(optimizer).__name__
-        log.info(told, name, now.strategy, before.strategy, len(state), state[0].name)
+        log.info(told, name, now.strategy, before.strategy, len(dropped), dropped[0].name)
 
 
 def remove_release(optimizer: Optimizer) -> None:
     """Make an optimizer step after the backward pass, if it does not."""
-    if isinstance(step := own_step(optimizer), CompiledStep) and step.release is not None:
+    if isinstance(step := torch_compat.own_step(optimizer), CompiledStep) and step.release is not None:
         step.release.remove()
 
 
 def _backend_of_copies(optimizer: Optimizer) -> CollageBackend | None:
     """Return the backend that copies and pickles of an optimizer are installed with; None for no backend."""
-    if not isinstance(step := own_step(optimizer), CompiledStep):
+    if not isinstance(step := torch_compat.own_step(optimizer), CompiledStep):
         return None
     if step.release is not None:
         step.release.refuse_copy()
     return step.backend
 
 
-carry_along("backend", _backend_of_copies, lambda copy, backend: install(copy, backend=backend))
+state.carry_along("backend", _backend_of_copies, lambda copy, backend: install(copy, backend=backend))
 
 
 def _install_class(cls: Any, backend: CollageBackend | None, options: GivenOptions) -> Any:
     if not issubclass(cls, Optimizer) or cls.__module__.startswith("torch."):
-        raise UnsupportedOptimizerError(
+        raise errors.UnsupportedOptimizerError(
             f"{cls.__qualname__} is not an optimizer class of your own, of which every use may be changed",
             where="install",
             remedy="install the optimizers that are made of it, or a class that derives from it",

@@ -23,79 +23,15 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 from torch.optim import Optimizer
 
-from collage_fx.capture import (
-    Deferred,
-    Families,
-    NotByFamily,
-    RecordedPart,
-    Request,
-    decompositions,
-    depends_on_sizes,
-    describe_input,
-    describe_inputs,
-    families_of,
-    forget_new_state,
-    give_up_rows,
-    has_stand_ins,
-    have_other_sizes,
-    is_of_concern,
-    note_compiled_step,
-    note_dependence_on_sizes,
-    note_forward,
-    note_write,
-    number_of_the_past,
-    record_instead,
-    refuse_aliases,
-    refuse_fused_operators,
-    refuse_overlaps,
-    refuse_unknown_torch,
-    refuse_unsupported,
-    with_lists_apart,
-)
-from collage_fx.errors import (
-    AliasedStateError,
-    CollageError,
-    ConflictingErrorFormatError,
-    UncompensatedParameterError,
-    UnsupportedOptimizerError,
-    UnsupportedTensorError,
-    raise_or_warn,
-    warn,
-)
-from collage_fx.graph import (
-    GraphEditor,
-    InputInfo,
-    Reason,
-    Reasons,
-    Repetition,
-    Role,
-    Route,
-    StateTensor,
-    StepProgram,
-    assignments_to_stores,
-    copies_to_inputs,
-    copy_of,
-    factorizes,
-    first_not_elementwise,
-    first_of_one_size,
-    input_name,
-    is_float32_tensor,
-    is_low_precision_tensor,
-    not_taken,
-    placeholders,
-    read_before_overwriting,
-    results_to_inputs,
-    statement_of,
-    stored,
-    tensor_value,
-    values_of_weights,
-)
+from collage_fx import capture, errors, graph, torch_compat
+from collage_fx.capture import Families, describe_input, is_of_concern, refuse_overlaps
+from collage_fx.graph import Reason, Role, is_float32_tensor, is_low_precision_tensor, placeholders
 from collage_fx.lowering import Lowered, interpreted, lower, why_not_compiled
 from collage_fx.metrics import Meter, MeteredStep
 from collage_fx.numerics import ERROR_FORMATS, PACKED_FORMATS, WEIGHT_FORMATS, ErrorFormat, short_name
 from collage_fx.options import Options
 from collage_fx.options.budgets import Budget, best_budget, budgets_for, budgets_for_parts, refuse_excess
-from collage_fx.pipeline import ANALYSIS, SUMMING, Pass, in_float32, run_pipeline
+from collage_fx.pipeline import ANALYSIS, SUMMING, in_float32, run_pipeline
 from collage_fx.report import (
     GraphReport,
     PassLog,
@@ -127,28 +63,7 @@ from collage_fx.state import (
     reset_error_terms,
     unpack,
 )
-from collage_fx.torch_compat import (
-    ConvertAgain,
-    OpOverload,
-    aot_input_of,
-    boxed_call,
-    compile_with_inductor,
-    current_size,
-    decisions_by,
-    generated_code,
-    has_storage,
-    inductor_compile_as_it_is,
-    inputs_written,
-    local_tensor,
-    needs_autograd,
-    optimizer_being_stepped,
-    remove_gradient_modes,
-    storage_of,
-    thinned_lists,
-    traced_frame_name,
-    traced_frame_variables,
-    versions_to_increment,
-)
+from collage_fx.torch_compat import current_size, local_tensor, needs_autograd, storage_of, traced_frame_name
 
 log = logging.getLogger("collage_fx")
 
@@ -160,12 +75,7 @@ REMEDIES = {
 
 
 class Backend:
-    """Part of a backend that its compilations use: options, reports, and the lowering of graphs.
-
-    Attributes:
-        reports: one report for each compilation, oldest first.
-        budgets: optimizer with a limit on bytes -> the budget that is used, then all budgets.
-    """
+    """Part of a backend that its compilations use: options, reports, and the lowering of graphs."""
 
     #: Verb for the log.
     verb = "compiled"
@@ -173,7 +83,8 @@ class Backend:
     def __init__(self, options: Options) -> None:
         self.options = options
         self.meter = Meter(options.metrics_every)
-        self.reports: list[GraphReport] = []
+        self.reports: list[GraphReport] = []  # one for each compilation, oldest first
+        #: Optimizer with a limit on bytes -> the budget that is used, then all budgets.
         self.budgets: WeakKeyDictionary[Optimizer, tuple[Budget, ...]] = WeakKeyDictionary()
         self._labels: WeakKeyDictionary[Optimizer, str] = WeakKeyDictionary()
         self._labeled = Counter[str]()
@@ -206,7 +117,7 @@ class Backend:
             refuse_excess(held_per_parameter(optimizer), self.options.bytes_per_parameter)
 
     def lower(
-        self, program: StepProgram, example_inputs: Sequence[Any], inductor_options: dict[str, Any]
+        self, program: graph.StepProgram, example_inputs: Sequence[Any], inductor_options: dict[str, Any]
     ) -> Lowered | Reason:
         """Lower a rewritten step of one member of each family to a callable of the inputs of all members."""
         return lower(program, example_inputs, inductor_options)
@@ -215,7 +126,7 @@ class Backend:
         self, gm: GraphModule, example_inputs: Sequence[Any], inductor_options: dict[str, Any]
     ) -> Callable[[list[Any]], Any]:
         """Lower a graph that is not rewritten to a callable in AOTAutograd's convention."""
-        return inductor_compile_as_it_is(gm, example_inputs, **inductor_options)
+        return torch_compat.inductor_compile_as_it_is(gm, example_inputs, **inductor_options)
 
 
 class Compilation:
@@ -239,12 +150,15 @@ class Compilation:
         self.arguments = arguments
         self.settings = settings
         # A helper that a step calls, or the rest of a step after a graph break, may not name the optimizer.
-        self.recorded, self.is_compiled, stepped, self.only_by_family = RecordedPart.of(module)
-        variables = {**traced_frame_variables(), "stepped": optimizer_being_stepped() or stepped()}
+        self.recorded, self.is_compiled, stepped, self.only_by_family = capture.RecordedPart.of(module)
+        variables = {
+            **torch_compat.traced_frame_variables(),
+            "stepped": torch_compat.optimizer_being_stepped() or stepped(),
+        }
         self.optimizers = optimizers_among(variables)
         self.known = known_tensors(self.optimizers)
         self.subject = backend.label(list(self.optimizers.values())) or traced_frame_name() or "step"
-        self.request = Request(backend, {"mode": mode}, self.options.strict)
+        self.request = capture.Request(backend, {"mode": mode}, self.options.strict)
         self.left_alone = False
         #: Parameters that the step updates.
         self.updated: list[torch.Tensor] = []
@@ -262,56 +176,53 @@ class Compilation:
         optimizers = list(self.optimizers.values())
         try:
             if not is_plain:
-                refuse_unknown_torch()
-                refuse_fused_operators(self.module)  # AOTAutograd fails at them
+                capture.refuse_unknown_torch()
+                capture.refuse_fused_operators(self.module)  # AOTAutograd fails at them
                 if needs_grad:
-                    note_forward((*self.module.parameters(), *self.arguments))
+                    capture.note_forward((*self.module.parameters(), *self.arguments))
                 elif torch.is_grad_enabled():
-                    remove_gradient_modes(self.module)
-            self._unpack_weights()
+                    torch_compat.remove_gradient_modes(self.module)
+            packed = [*filter(is_packed, (*self.module.parameters(), *self.arguments))]
+            if packed:  # weights that the trace of a function has decoded: Dynamo traces it again
+                for each in packed:
+                    unpack(each)
+                raise torch_compat.ConvertAgain
             self._read_numbers_in_python()
             step = self._by_family(needs_grad=needs_grad)
             if self.only_by_family and isinstance(step, Reason):
-                raise NotByFamily(str(step))
-            stand_in = any(map(has_stand_ins, optimizers))
-            if STAND_INS.get() and not thinned_lists():
+                raise capture.NotByFamily(str(step))
+            rows = [*map(capture.Rows.of, optimizers)]
+            stand_in = any(each.standing_in for each in rows)
+            if STAND_INS.get() and not torch_compat.thinned_lists():
                 self._refuse_unless_by_members(step)
-            if not isinstance(step, Reason) and (thinned_lists() or not stand_in):
+            if not isinstance(step, Reason) and (torch_compat.thinned_lists() or not stand_in):
                 return self._noting(step, optimizers)
-            if thinned_lists() or stand_in:
-                for optimizer in optimizers:
-                    give_up_rows(optimizer)
-                raise ConvertAgain(whole=True)
+            if torch_compat.thinned_lists() or stand_in:
+                for each in rows:
+                    each.are_understood = False
+                raise torch_compat.ConvertAgain(whole=True)
             assert isinstance(step, Reason)
             if not is_plain:
                 try:
                     refuse_overlaps(self.known.values())  # AOTAutograd refuses them with another message
-                except AliasedStateError as refusal:
-                    raise_or_warn(self, refusal, strict=self.options.strict)
+                except errors.AliasedStateError as refusal:
+                    errors.raise_or_warn(self, refusal, strict=self.options.strict)
             with torch.set_grad_enabled(needs_grad):
                 return self._noting(self._whole(step), optimizers)
-        except (CollageError, ConvertAgain):
+        except (errors.CollageError, torch_compat.ConvertAgain):
             for optimizer in optimizers:  # no step has been taken: remove state that the trace has made
-                forget_new_state(optimizer)
+                capture.forget_new_state(optimizer)
             raise
-
-    def _unpack_weights(self) -> None:
-        """Unpack weights that the trace of a function has decoded; let Dynamo trace it again."""
-        packed = [*filter(is_packed, (*self.module.parameters(), *self.arguments))]
-        for each in packed:
-            unpack(each)
-        if packed:
-            raise ConvertAgain
 
     def _read_numbers_in_python(self) -> None:
         """Record a step that Dynamo has captured with a number of the past, or refuse it."""
-        if (number := number_of_the_past(self.module)) is None:
+        if (number := capture.number_of_the_past(self.module)) is None:
             return
         reason = "a float64 tensor is read as a number after it has been written"
-        record_instead(self.optimizers.values(), self.request, reason)
-        raise UnsupportedOptimizerError(
+        capture.record_instead(self.optimizers.values(), self.request, reason)
+        raise errors.UnsupportedOptimizerError(
             f"{reason}, for which Dynamo takes its value before the step",
-            where=statement_of([number, *number.users]) or self.subject,
+            where=graph.statement_of([number, *number.users]) or self.subject,
             remedy="make the counter a float32 or integer tensor, or a Python number",
         )
 
@@ -326,7 +237,7 @@ class Compilation:
         if isinstance(step, WholeStep) and step.members:
             return
         why = step if isinstance(step, Reason) else "it does not consist of rows"
-        raise UnsupportedOptimizerError(
+        raise errors.UnsupportedOptimizerError(
             f"{self.subject} cannot be stepped for some parameters at a time if they are DTensors: {why}",
             where="step_in_backward",
             remedy="step it after the backward pass: collage_fx.install(optimizer)",
@@ -344,23 +255,22 @@ class Compilation:
             return Reason("it computes something that is to be differentiated")
         if (reason := self.options.not_by_family()) is not None:
             return reason
-        module = with_lists_apart(self.module)
-        lists = thinned_lists()
-        optimizers = [*self.optimizers.values(), *(each.optimizer for each in lists)]
+        lists = torch_compat.thinned_lists()
+        rows = [*map(capture.Rows.of, (*self.optimizers.values(), *(each.optimizer for each in lists)))]
         any_size = any_size and not (self.recorded or self.options.asks_for_sizes)
-        any_size = any_size and not any(map(depends_on_sizes, optimizers))
-        families = families_of(
-            module, self.arguments, self._describe, lists, own_numbers=own_numbers, any_size=any_size
+        any_size = any_size and not any(each.depend_on_sizes for each in rows)
+        families = capture.families_of(
+            self.module, self.arguments, self._describe, lists, own_numbers=own_numbers, any_size=any_size
         )
         made = self._of_families(families) if isinstance(families, Families) else families
         if made is None:
             return self._by_family(needs_grad=needs_grad, own_numbers=False, any_size=any_size)
         is_for_several = isinstance(families, Families) and any(families.repetition.shapes)
-        if isinstance(made, Reason) and (is_for_several or (any_size and have_other_sizes(lists))):
-            for optimizer in optimizers:
-                note_dependence_on_sizes(optimizer)
+        if isinstance(made, Reason) and (is_for_several or (any_size and capture.have_other_sizes(lists))):
+            for each in rows:
+                each.depend_on_sizes = True
             if lists:
-                raise ConvertAgain  # Dynamo has not seen rows of all sizes
+                raise torch_compat.ConvertAgain  # Dynamo has not seen rows of all sizes
             return self._by_family(needs_grad=needs_grad, any_size=False)
         return made
 
@@ -373,14 +283,14 @@ class Compilation:
             made = self._step_of_members(families, gm, example_inputs, **inductor_options)
             return _never_called
 
-        decisions = decisions_by(families.own_numbers)
+        decisions = torch_compat.decisions_by(families.own_numbers)
         try:
             with torch.no_grad():
                 self._trace(families.module, families.arguments, inner_compile, families.symbols_left_out)
         finally:  # the module stays for a while: what it holds would seem to be held by the program
             families.module._parameters.clear()
             families.module._buffers.clear()
-        return None if decisions_by(families.own_numbers) > decisions else made
+        return None if torch_compat.decisions_by(families.own_numbers) > decisions else made
 
     def _whole(self, not_by_family: Reason) -> Callable[..., Any]:
         """Compile the whole graph, as a single family, inside AOTAutograd's wrapper."""
@@ -398,8 +308,8 @@ class Compilation:
         symbols_left_out: Set[str] = frozenset(),
     ) -> Callable[..., Any]:
         """Make the graph functional by AOTAutograd, and pass it to ``inner_compile``."""
-        table = decompositions() if self.options.strategy != "none" else None
-        return compile_with_inductor(
+        table = capture.decompositions() if self.options.strategy != "none" else None
+        return torch_compat.compile_with_inductor(
             module,
             arguments,
             inner_compile=inner_compile,
@@ -415,30 +325,30 @@ class Compilation:
     ) -> WholeStep | Reason:
         """Make the step of all members from the functional graph of the first member of each family."""
         self._prepare(gm)
-        updated = versions_to_increment()
+        updated = torch_compat.versions_to_increment()
         if updated is None:
             return Reason("AOTAutograd has more to do around the graph than to count versions")
-        if families.distributed and (node := first_not_elementwise(gm.graph.nodes)) is not None:
+        if families.distributed and (node := graph.first_not_elementwise(gm.graph.nodes)) is not None:
             return Reason.at(node, "of a DTensor it takes more than this process's own elements")
         inputs = placeholders(gm.graph)
         known: dict[Any, int] = {origin: i for i, origin in enumerate(families.origins)}
-        order = [known.get(aot_input_of(node), -1) for node in inputs]
+        order = [known.get(torch_compat.aot_input_of(node), -1) for node in inputs]
         if sorted(order) != list(range(len(known))):
             return Reason("AOTAutograd has other inputs than Dynamo")
         repetition = families.repetition.reordered(order)
-        if (node := first_of_one_size(gm.graph, repetition)) is not None:
+        if (node := graph.first_of_one_size(gm.graph, repetition)) is not None:
             return Reason.at(node, "it depends on the sizes of tensors")
-        stores = copies_to_inputs(gm.graph)
+        stores = graph.copies_to_inputs(gm.graph)
         readers = Counter(index for copies in repetition.copies for index in copies)
         for node, owner, copies in zip(inputs, repetition.owners, repetition.copies, strict=True):
             if node in stores and (owner is None or any(readers[index] > 1 for index in copies)):
                 return Reason.at(stores[node], "it writes to what several updates have in common")
-        graph = _Traced(gm, example_inputs, inductor_options, families.infos, repetition)
-        if (note := self._reason_to_leave_alone(graph)) is not None:
+        traced = _Traced(gm, example_inputs, inductor_options, families.infos, repetition)
+        if (note := self._reason_to_leave_alone(traced)) is not None:
             return Reason(note)
         try:
-            step = self._compensated(graph)
-        except AliasedStateError as refusal:
+            step = self._compensated(traced)
+        except errors.AliasedStateError as refusal:
             return Reason(refusal.met)  # the whole graph is refused for it again, by names
         if isinstance(step, Reason):
             return step
@@ -459,17 +369,17 @@ class Compilation:
         self._prepare(gm)
         if not inductor_options.get("is_inference", False):  # for a backward graph, the rest is forgotten
             self._refuse_uncompensated_update(gm)
-            graph = _Traced(gm, example_inputs, inductor_options, (), Repetition.whole(0))
-            return self._as_captured(graph, "the graph needs autograd, so it is no optimizer step")
-        infos = describe_inputs(placeholders(gm.graph), self.module, self.arguments, self.known)
-        graph = _Traced(gm, example_inputs, inductor_options, infos, Repetition.whole(len(infos)))
-        if (note := self._reason_to_leave_alone(graph)) is not None:
-            return self._as_captured(graph, note)
+            traced = _Traced(gm, example_inputs, inductor_options, (), graph.Repetition.whole(0))
+            return self._as_captured(traced, "the graph needs autograd, so it is no optimizer step")
+        infos = capture.describe_inputs(placeholders(gm.graph), self.module, self.arguments, self.known)
+        traced = _Traced(gm, example_inputs, inductor_options, infos, graph.Repetition.whole(len(infos)))
+        if (note := self._reason_to_leave_alone(traced)) is not None:
+            return self._as_captured(traced, note)
         try:
-            step = self._compensated(graph, not_by_family)
-        except AliasedStateError as refusal:
-            raise_or_warn(self, refusal, strict=self.options.strict)
-            return self._as_captured(graph, refusal.met)
+            step = self._compensated(traced, not_by_family)
+        except errors.AliasedStateError as refusal:
+            errors.raise_or_warn(self, refusal, strict=self.options.strict)
+            return self._as_captured(traced, refusal.met)
         assert not isinstance(step, Reason), "a graph of one is compiled as one, if need be"
         return step
 
@@ -480,22 +390,22 @@ class Compilation:
         gradients with a graph where autograd is on.
         """
         inputs = placeholders(gm.graph)
-        written = [inputs[i] for i in inputs_written() if i < len(inputs)]
-        for info in describe_inputs(written, self.module, self.arguments, self.known):
+        written = [inputs[i] for i in torch_compat.inputs_written() if i < len(inputs)]
+        for info in capture.describe_inputs(written, self.module, self.arguments, self.known):
             is_updated = info.tensor is not None and is_of_concern(info.tensor, self.options.takes_float32)
             if self.options.strategy != "none" and info.role is Role.PARAMETER and is_updated:
                 reason = (
                     "the step that updates it also computes something that is to be differentiated, such as "
                     "the loss of a closure that calls no backward pass"
                 )
-                record_instead(self.optimizers.values(), self.request, reason)
-                refusal = UncompensatedParameterError(
+                capture.record_instead(self.optimizers.values(), self.request, reason)
+                refusal = errors.UncompensatedParameterError(
                     reason,
                     where=info.name,
                     remedy="collage_fx.install(optimizer), which records such a step; or call backward() in "
                     "the closure",
                 )
-                raise_or_warn(self, refusal, strict=self.options.strict)
+                errors.raise_or_warn(self, refusal, strict=self.options.strict)
 
     def _prepare(self, gm: GraphModule) -> None:
         """Put reads before writes, assignments into stores; record the step if eager torch would raise in it.
@@ -504,22 +414,22 @@ class Compilation:
         without values has a factorization in every format.
         """
         if self.options.strategy != "none":
-            assignments_to_stores(gm)
-        if copies_to_inputs(gm.graph):
-            read_before_overwriting(GraphEditor(gm, "capture"))
+            graph.assignments_to_stores(gm)
+        if graph.copies_to_inputs(gm.graph):
+            graph.read_before_overwriting(graph.GraphEditor(gm, "capture"))
             gm.recompile()
         if self.options.strategy == "none":
             return
         for node in gm.graph.nodes:
-            if isinstance(node.target, OpOverload) and factorizes(node.target):
+            if isinstance(node.target, torch_compat.OpOverload) and graph.factorizes(node.target):
                 low = next(filter(is_low_precision_tensor, node.all_input_nodes), None)
                 if low is not None:
                     reason = f"{node.target} is not implemented for {short_name(low.meta['val'].dtype)}"
-                    record_instead(self.optimizers.values(), self.request, reason)
+                    capture.record_instead(self.optimizers.values(), self.request, reason)
 
     def _describe(
         self, values: Sequence[Any], names: Sequence[str], bound: int
-    ) -> list[tuple[InputInfo, Hashable]]:
+    ) -> list[tuple[graph.InputInfo, Hashable]]:
         """Describe inputs; add facts about their records that must be equal in a family."""
         named = enumerate(zip(values, names, strict=True))
         infos = [describe_input(value, name, self.known, bound=i < bound) for i, (value, name) in named]
@@ -527,22 +437,24 @@ class Compilation:
 
     def _sums_changes(self, gm: GraphModule) -> bool:
         """Return whether a graph has an update whose changes are summed."""
-        infos = [InputInfo(node.name, node.name, Role.STATE) for node in placeholders(gm.graph)]
-        program = StepProgram(copy_of(gm), infos, "plus", "wide", ERROR_FORMATS["exact"], changes="summed")
+        infos = [graph.InputInfo(node.name, node.name, Role.STATE) for node in placeholders(gm.graph)]
+        program = graph.StepProgram(
+            graph.copy_of(gm), infos, "plus", "wide", ERROR_FORMATS["exact"], changes="summed"
+        )
         run_pipeline(program, SUMMING)
         return program.summed > 0
 
-    def _other_parameters(self, program: StepProgram) -> list[StateTensor]:
+    def _other_parameters(self, program: graph.StepProgram) -> list[graph.StateTensor]:
         """Return the float32 parameters of a step that are not among the states of its program."""
         inputs = zip(placeholders(program.gm.graph), program.inputs, strict=True)
         wide = (info for node, info in inputs if is_float32_tensor(node) and info.role is Role.PARAMETER)
         if program.takes_float32 or not any(wide):
             return []
-        whole = replace(program, gm=copy_of(program.gm), rounded_at_random=set(), takes_float32=True)
+        whole = replace(program, gm=graph.copy_of(program.gm), rounded_at_random=set(), takes_float32=True)
         run_pipeline(whole, ANALYSIS[:-1])
         return [state for state in whole.parameters if state.is_float32]
 
-    def _note_of_decay(self, program: StepProgram, others: Sequence[StateTensor]) -> str:
+    def _note_of_decay(self, program: graph.StepProgram, others: Sequence[graph.StateTensor]) -> str:
         """Return the note on a weight decay that float32 cannot apply, and on whether this step does."""
         parameters = [*program.parameters, *others]
         slopes = (slope for each in parameters for slope in each.recurrence.slopes if slope.is_number)
@@ -565,47 +477,47 @@ class Compilation:
             + (f"Here it is applied{but_not}." if is_applied else "So it is here: it needs changes='summed'.")
         )
 
-    def _reason_to_leave_alone(self, graph: _Traced) -> str | None:
+    def _reason_to_leave_alone(self, traced: _Traced) -> str | None:
         """Return the reason to leave a graph to plain Inductor; None if there is something to rewrite.
 
         That is an update, or a value of weights that leaves the graph.
         """
-        updated = graph.stores
-        self._refuse_out_of_reach(graph)
-        self.read_rounded = self._read_rounded(graph)
+        updated = traced.stores
+        self._refuse_out_of_reach(traced)
+        self.read_rounded = self._read_rounded(traced)
         if any(is_low_precision_tensor(node) for node in updated):
             return None
-        known = any(_input_has_error_terms(info) or _packed_format(info) is not None for info in graph.infos)
-        if updated and (known or self._may_get_terms(graph)):
+        known = any(_input_has_error_terms(info) or _packed_format(info) is not None for info in traced.infos)
+        if updated and (known or self._may_get_terms(traced)):
             return None  # for example a float32 average of compensated parameters
-        computed = set(graph.gm.graph.nodes) - set(placeholders(graph.gm.graph))
+        computed = set(traced.gm.graph.nodes) - set(placeholders(traced.gm.graph))
         if updated and self.recorded and any(map(is_low_precision_tensor, computed)):
             return None  # a float32 tensor that outlives the part, from 16-bit results
         sums = self.options.strategy != "none" and self.options.changes == "summed"
-        if updated and sums and self._sums_changes(graph.gm):
+        if updated and sums and self._sums_changes(traced.gm):
             return None
-        is_step = any(info.role in (Role.PARAMETER, Role.STATE) for info in graph.infos)
+        is_step = any(info.role in (Role.PARAMETER, Role.STATE) for info in traced.infos)
         if is_step and self.options.takes_float32 and any(map(is_float32_tensor, updated)):
             return None
-        if self.options.strategy != "none" and not updated and self._hands_on_weights(graph):
+        if self.options.strategy != "none" and not updated and self._hands_on_weights(traced):
             return None
         return "the graph updates no bfloat16 or float16 tensor"
 
-    def _hands_on_weights(self, graph: _Traced) -> bool:
+    def _hands_on_weights(self, traced: _Traced) -> bool:
         """Return whether a result is a value of weights, as a copy is: Note [Values that leave a graph]."""
-        known = self._may_get_terms(graph)
-        inputs = enumerate(graph.inputs)
+        known = self._may_get_terms(traced)
+        inputs = enumerate(traced.inputs)
         whole = {node for i, (node, info) in inputs if i in known or _input_has_error_terms(info)}
-        return not values_of_weights(graph.gm.graph, whole).isdisjoint(graph.kept)
+        return not graph.values_of_weights(traced.gm.graph, whole).isdisjoint(traced.kept)
 
-    def _refuse_out_of_reach(self, graph: _Traced) -> None:
+    def _refuse_out_of_reach(self, traced: _Traced) -> None:
         """Raise, or warn, if a graph keeps values of weights whose error terms it cannot reach.
 
         They are of offloaded optimizers, or it is given views.
         """
         if self.options.strategy == "none":
             return
-        for node, info in graph.inputs:
+        for node, info in traced.inputs:
             if info.tensor is not None and host_twin(info.tensor) is not info.tensor:
                 name = info.name
                 what = "a weight of an offloaded optimizer, whose error terms are in host memory"
@@ -618,14 +530,14 @@ class Compilation:
                 remedy = "give the function the weight itself, and take the view in the function"
             else:
                 continue
-            used = {*graph.stores, *graph.kept} & {node, *values_of_weights(graph.gm.graph, {node})}
-            if any((value := tensor_value(each)) is not None and value.dim() for each in used):
-                refusal = UncompensatedParameterError(
+            used = {*traced.stores, *traced.kept} & {node, *graph.values_of_weights(traced.gm.graph, {node})}
+            if any((value := graph.tensor_value(each)) is not None and value.dim() for each in used):
+                refusal = errors.UncompensatedParameterError(
                     f"a compiled function reads or writes {what}", where=name, remedy=remedy
                 )
-                raise_or_warn(self, refusal, strict=self.options.strict)
+                errors.raise_or_warn(self, refusal, strict=self.options.strict)
 
-    def _viewed(self, node: Node, info: InputInfo) -> str:
+    def _viewed(self, node: Node, info: graph.InputInfo) -> str:
         """Return the name of the weight, or state, that an input is a view of; empty if it is none."""
         if self.recorded or info.tensor is None or not is_low_precision_tensor(node):
             return ""
@@ -639,23 +551,25 @@ class Compilation:
         owners = (each.tensor for each in adopted if is_same_memory(local_tensor(each.tensor), piece))
         return next(owners, None)
 
-    def _read_rounded(self, graph: _Traced) -> list[int]:
+    def _read_rounded(self, traced: _Traced) -> list[int]:
         """Return the positions of arguments that may be detached weights whose values outlive the graph."""
         if self.recorded or self.options.strategy == "none":
             return []
-        known = self._may_get_terms(graph)
+        known = self._may_get_terms(traced)
         unknown = {}
-        for position, (node, info) in enumerate(graph.inputs):
-            is_read = is_low_precision_tensor(node) and node not in graph.stores and position not in known
+        for position, (node, info) in enumerate(traced.inputs):
+            is_read = is_low_precision_tensor(node) and node not in traced.stores and position not in known
             if is_read and not _input_has_error_terms(info):
-                members = graph.repetition.copies[position]
-                unknown[node] = {id(graph.infos[index].tensor) for index in members} - self.known.keys()
-        if not unknown or graph.kept.isdisjoint(values_of_weights(graph.gm.graph, unknown) | unknown.keys()):
+                members = traced.repetition.copies[position]
+                unknown[node] = {id(traced.infos[index].tensor) for index in members} - self.known.keys()
+        if not unknown or traced.kept.isdisjoint(
+            graph.values_of_weights(traced.gm.graph, unknown) | unknown.keys()
+        ):
             return []
         read = set().union(*unknown.values())
         return [i for i, argument in enumerate(self.arguments) if id(argument) in read]
 
-    def _may_get_terms(self, graph: _Traced) -> frozenset[int]:
+    def _may_get_terms(self, traced: _Traced) -> frozenset[int]:
         """Return the positions of inputs that are read alone, and may get error terms in another graph.
 
         These are states of known optimizers, and all parameters: their optimizer may come later.
@@ -663,15 +577,15 @@ class Compilation:
         if self.recorded or self.options.strategy == "none":
             return frozenset()
 
-        def may_get(node: Node, info: InputInfo) -> bool:
-            if info.tensor is None or node in graph.stores or not is_low_precision_tensor(node):
+        def may_get(node: Node, info: graph.InputInfo) -> bool:
+            if info.tensor is None or node in traced.stores or not is_low_precision_tensor(node):
                 return False
             if info.role is not Role.PARAMETER and self.options.packs:
                 return False  # state is packed, and has no error terms
             is_parameter = isinstance(info.tensor, torch.nn.Parameter)
             return is_parameter or bool(self._adopted_around(info.tensor))
 
-        return frozenset(i for i, (node, info) in enumerate(graph.inputs) if may_get(node, info))
+        return frozenset(i for i, (node, info) in enumerate(traced.inputs) if may_get(node, info))
 
     @cached_property
     def _adopted(self) -> dict[int, list[KnownTensor]]:
@@ -681,12 +595,12 @@ class Compilation:
     def _adopted_around(self, tensor: torch.Tensor) -> Sequence[KnownTensor]:
         """Return the parameters and states of adopted optimizers in the storage that a tensor lies in."""
         piece = local_tensor(tensor)
-        return self._adopted.get(storage_of(piece), ()) if has_storage(piece) else ()
+        return self._adopted.get(storage_of(piece), ()) if torch_compat.has_storage(piece) else ()
 
     # -- Refused, rewritten, lowered, reported
 
     def _compensated(
-        self, graph: _Traced, not_by_family: Reason | None = None
+        self, traced: _Traced, not_by_family: Reason | None = None
     ) -> Callable[[list[Any]], Any] | Reason:
         """Rewrite, lower and report the functional graph of one member of each family.
 
@@ -694,20 +608,21 @@ class Compilation:
         step; ``not_by_family`` is the reason why the graph is whole.
         """
         started = time.perf_counter()
-        repetition = graph.repetition
-        program = self._accepted(graph)
-        before = copy_of(graph.gm)
+        repetition = traced.repetition
+        program = self._accepted(traced)
+        before = graph.copy_of(traced.gm)
         as_captured = program.before_passes(before)
-        made_anew = results_to_inputs(program)
+        made_anew = graph.results_to_inputs(program)
         others = self._other_parameters(program)
-        program.captured = copy_of(program.gm) if self.options.metrics else None
+        program.captured = graph.copy_of(program.gm) if self.options.metrics else None
         self._refuse_lost_values(program)
-        added = placeholders(program.gm.graph)[len(graph.example_inputs) :]
-        example_inputs = [*graph.example_inputs, *(node.meta["val"] for node in added)]
+        added = placeholders(program.gm.graph)[len(traced.example_inputs) :]
+        example_inputs = [*traced.example_inputs, *(node.meta["val"] for node in added)]
         pass_log = PassLog(self.subject, before)
-        run_pipeline(program, self._pipeline, observe=pass_log)
+        pipeline = self.options.passes if self.options.strategy != "none" else ANALYSIS
+        run_pipeline(program, pipeline, observe=pass_log)
         if self.options.strategy == "none" and program.captured is not None:
-            program.move_to(copy_of(program.captured))
+            program.move_to(graph.copy_of(program.captured))
         self._refuse_uncompensated(program)
         is_rewritten = bool(program.expansions or program.measured or program.summed)
         is_rewritten |= bool(self.options.own_passes or (self.recorded and program.strategy != "none"))
@@ -718,25 +633,25 @@ class Compilation:
             for index in repetition.copies[state.position] if state.info.role is not Role.NEW else ():
                 if (tensor := program.infos[index].tensor) is not None:
                     choose_new(tensor, keep=state.compensated or state.packed)
-                    note_write(tensor, compensated=state.compensated)
+                    capture.note_write(tensor, compensated=state.compensated)
                     owner = self._owner(tensor)
                     owner = tensor if owner is None else owner
                     if not self.recorded and isinstance(owner, torch.nn.Parameter):
                         self.updated.append(owner)
-        known_packed = any(map(_packed_format, graph.infos))
+        known_packed = any(map(_packed_format, traced.infos))
         self._drop_codes(program)
-        with generated_code() as code:
+        with torch_compat.generated_code() as code:
             if is_rewritten:
-                made = self.backend.lower(program, example_inputs, graph.inductor_options)
+                made = self.backend.lower(program, example_inputs, traced.inductor_options)
             else:
-                made = self._lower_as_captured(graph)
+                made = self._lower_as_captured(traced)
                 if known_packed:
                     made = made._replace(step=_with_memory(made.step))
         if isinstance(made, Reason):
             return made
         if program.measured:
             meter = self.backend.meter
-            meter.learn(self.optimizers, without=Deferred)
+            meter.learn(self.optimizers, without=capture.Deferred)
             measured = MeteredStep(meter, self.subject, program, in_float32(program), made.step)
             made = made._replace(step=measured)
         if made_anew:
@@ -751,9 +666,9 @@ class Compilation:
             made = made._replace(step=MakingStep(made.step, of_results))
         left_out = {str(failed): failed for failed in program.left_out}.values()
         for failed in left_out:
-            raise_or_warn(self.backend, failed, strict=False)
-        without: Reasons = tuple(("with every pass", Reason(each.met, each.where)) for each in left_out)
-        why = (*not_taken(("by family", not_by_family)), *made.reasons, *without)
+            errors.raise_or_warn(self.backend, failed, strict=False)
+        without: graph.Reasons = tuple(("with every pass", Reason(each.met, each.where)) for each in left_out)
+        why = (*graph.not_taken(("by family", not_by_family)), *made.reasons, *without)
         sums = "updates of float32 tensors, without error terms; their changes are summed"
         note_of_sums = f"{self.subject}: {sums}" if program.summed and not program.states else ""
         report = GraphReport(
@@ -765,8 +680,8 @@ class Compilation:
             wider_bytes=_wider_bytes(before, repetition, {state.position for state in program.states}),
             code=tuple(dict.fromkeys(code)),  # the code of a kernel for several parts once
             program=as_captured,
-            pipeline=self._pipeline,
-            route=Route(made.unit, self.recorded, bool(program.measured), why),
+            pipeline=pipeline,
+            route=graph.Route(made.unit, self.recorded, bool(program.measured), why),
             budgets=self.budgets,
             updates=updates_of(self.optimizers.values()),
             note=" ".join(filter(None, (note_of_sums, self._note_of_decay(program, others)))),
@@ -776,59 +691,53 @@ class Compilation:
         self._keep(report, compensated=is_kept, started=started)
         return made.step
 
-    def _refuse_lost_values(self, program: StepProgram) -> None:
+    def _refuse_lost_values(self, program: graph.StepProgram) -> None:
         """Record the step, or raise, or warn, if a rounded value of weights leaves the graph.
 
         Its memory is part of another result's, or has sizes that change, so that it has no error term.
         """
         if program.strategy == "none" or self.recorded:
             return
-        graph, inputs = program.gm.graph, placeholders(program.gm.graph)
-        of_inputs = {storage_of(value) for node in inputs if (value := tensor_value(node)) is not None}
-        low = filter(is_low_precision_tensor, graph.output_node().all_input_nodes)
+        nodes, inputs = program.gm.graph, placeholders(program.gm.graph)
+        of_inputs = {storage_of(value) for node in inputs if (value := graph.tensor_value(node)) is not None}
+        low = filter(is_low_precision_tensor, nodes.output_node().all_input_nodes)
         left = [node for node in low if storage_of(node.meta["val"]) not in of_inputs]
         if not left:
             return
         read_whole = program.already_compensated | program.may_get_terms
-        values = values_of_weights(graph, {node for i, node in enumerate(inputs) if i in read_whole})
+        values = graph.values_of_weights(nodes, {node for i, node in enumerate(inputs) if i in read_whole})
         lost = next(filter(values.__contains__, left), None)
         if lost is None:
             return
         what = "a value computed from parameters leaves a compiled part of the step in memory that it shares"
-        record_instead(self.optimizers.values(), self.request, what)
-        refusal = UncompensatedParameterError(
+        capture.record_instead(self.optimizers.values(), self.request, what)
+        refusal = errors.UncompensatedParameterError(
             f"{what}, so without an error term",
-            where=statement_of([lost]) or self.subject,
+            where=graph.statement_of([lost]) or self.subject,
             remedy="give the value memory of its own: value.clone()",
         )
-        raise_or_warn(self, refusal, strict=self.options.strict)
+        errors.raise_or_warn(self, refusal, strict=self.options.strict)
 
-    def _drop_codes(self, program: StepProgram) -> None:
+    def _drop_codes(self, program: graph.StepProgram) -> None:
         """Release the codes of float32 state that this step, by other options, does not pack."""
-        positions = [state.position for state in program.states if state.packed]
-        packs = {i for position in positions for i in program.repetition.copies[position]}
-        for i, info in enumerate(program.infos):
-            tensor = info.tensor
-            if (
-                tensor is not None
-                and tensor.dtype is torch.float32
-                and i not in packs
-                and packed_format(tensor)
-            ):
+        copies = program.repetition.copies
+        packs = {i for state in program.states if state.packed for i in copies[state.position]}
+        for tensor in (info.tensor for i, info in enumerate(program.infos) if i not in packs):
+            if tensor is not None and tensor.dtype is torch.float32 and packed_format(tensor):
                 reset_error_terms(tensor)
 
-    def _accepted(self, graph: _Traced) -> StepProgram:
+    def _accepted(self, traced: _Traced) -> graph.StepProgram:
         """Make the program that enters the pipeline; raise if the step cannot be compensated."""
         packed, packs = self.options.state, self.options.packs and not self.recorded
         weights = self.options.weights
-        program = StepProgram(
-            copy_of(graph.gm),
-            graph.infos,
+        program = graph.StepProgram(
+            graph.copy_of(traced.gm),
+            traced.infos,
             self.options.strategy,
             # Values that one graph of a recorded step hands to another are on no path from a state to it.
             "wide" if self.recorded else self.options.arithmetic,
             ERROR_FORMATS[self.options.error_format],
-            graph.repetition,
+            traced.repetition,
             is_recorded=bool(self.recorded),
             is_compiled=self.is_compiled,
             rounding=self.options.rounding,
@@ -838,35 +747,35 @@ class Compilation:
             takes_float32=packs or self.options.sums_float32,
             sums_float32=self.options.sums_float32,
         )
-        inputs = enumerate(graph.inputs)
+        inputs = enumerate(traced.inputs)
         having = [(i, node, _record(info)) for i, (node, info) in inputs if _input_has_error_terms(info)]
         new = {i for i, _, record in having if record is not None and record.is_new}
         program.already_compensated = frozenset(
-            i for i, node, _ in having if i not in new or node not in graph.stores
+            i for i, node, _ in having if i not in new or node not in traced.stores
         )
         program.has_lasting_terms = frozenset(i for i, _, _ in having if i not in new)
-        program.may_get_terms = self._may_get_terms(graph) - program.already_compensated
+        program.may_get_terms = self._may_get_terms(traced) - program.already_compensated
         program.coded_weights = {
             i: fmt
-            for i, (_, info) in enumerate(graph.inputs)
+            for i, (_, info) in enumerate(traced.inputs)
             if not self.optimizers and (fmt := _packed_format(info)) and fmt in WEIGHT_FORMATS.values()
         }
         program.already_compensated |= program.coded_weights.keys()
-        if any(node not in graph.stores for _, node, _ in having):
+        if any(node not in traced.stores for _, node, _ in having):
             program.arithmetic = "wide"  # "native" reads only hi of tensors that it does not update
         if self.options.bytes_per_parameter is not None:
             program = self._within_budget(program)
         if self.options.strategy != "none":
-            refuse_aliases(graph.gm, program.inputs, self.known.values())
+            capture.refuse_aliases(traced.gm, program.inputs, self.known.values())
             try:
-                refuse_unsupported(graph.gm, program.inputs, packs=packs)
-            except UnsupportedTensorError as refusal:
+                capture.refuse_unsupported(traced.gm, program.inputs, packs=packs)
+            except errors.UnsupportedTensorError as refusal:
                 about = next(iter(self.optimizers.values()), self)  # an optimizer is compiled more than once
-                raise_or_warn(about, refusal, strict=self.options.strict)
-        self._refuse_other_error_terms(graph.infos, program.error_format)
+                errors.raise_or_warn(about, refusal, strict=self.options.strict)
+        self._refuse_other_error_terms(traced.infos, program.error_format)
         return program
 
-    def _within_budget(self, program: StepProgram) -> StepProgram:
+    def _within_budget(self, program: graph.StepProgram) -> graph.StepProgram:
         """Return the program with the options of the best budget, judged by the largest state so far."""
         if self.recorded:
             self.budgets = self._budgets_for_part(program)
@@ -889,13 +798,13 @@ class Compilation:
                 record.is_used = False  # used by a step that held less: converted now
         return program
 
-    def _budgets_for_part(self, program: StepProgram) -> tuple[Budget, ...]:
+    def _budgets_for_part(self, program: graph.StepProgram) -> tuple[Budget, ...]:
         """Return the budget for a part of a recorded step, as in captured steps before it, then all budgets.
 
         If Adam would exceed the limit with all budgets, it is the smallest. :meth:`Backend.refuse_excess`
         checks how much this optimizer holds, once its state is known.
         """
-        values = map(tensor_value, filter(is_low_precision_tensor, placeholders(program.gm.graph)))
+        values = map(graph.tensor_value, filter(is_low_precision_tensor, placeholders(program.gm.graph)))
         dtype = next((value.dtype for value in values if value is not None), torch.bfloat16)
         budgets = budgets_for_parts(dtype, self.options.passes)
         known = self.backend.budgets
@@ -911,13 +820,13 @@ class Compilation:
             return enough(updates_of(self.optimizers.values()), budgets) or budgets[-1]
         return best_budget(budgets, max(limit, least) if takes_least else limit)
 
-    def _refuse_other_error_terms(self, infos: Sequence[InputInfo], error_format: ErrorFormat) -> None:
+    def _refuse_other_error_terms(self, infos: Sequence[graph.InputInfo], error_format: ErrorFormat) -> None:
         """Raise for error terms that this backend cannot keep up to date."""
         for info in infos:
             if (record := _record(info)) is None or not record.format.keeps_error:
                 continue
             if self.options.strategy == "none":
-                raise ConflictingErrorFormatError(
+                raise errors.ConflictingErrorFormatError(
                     "strategy='none' was asked for a tensor that has error terms: a plain step would change "
                     "the tensor and not its error terms",
                     where=info.name,
@@ -926,19 +835,14 @@ class Compilation:
                 )
             require_format(record, error_format, name=info.name)
 
-    @property
-    def _pipeline(self) -> tuple[Pass, ...]:
-        """The passes that the options ask for."""
-        return self.options.passes if self.options.strategy != "none" else ANALYSIS
-
-    def _refuse_uncompensated(self, program: StepProgram) -> None:
+    def _refuse_uncompensated(self, program: graph.StepProgram) -> None:
         """Raise, or warn, for tensors that the passes could not compensate."""
         for state in program.compensated:
             if not state.refusal:
                 continue
-            statement = statement_of(state.recurrence.path)
+            statement = graph.statement_of(state.recurrence.path)
             for index in program.repetition.copies[state.position]:
-                refusal = UncompensatedParameterError(
+                refusal = errors.UncompensatedParameterError(
                     f"{state.refusal} ({state.info.role.value} of dtype {state.format.name})",
                     where=", at ".join(filter(None, (program.infos[index].name, statement))),
                     remedy=f"{state.remedy or REMEDIES[program.arithmetic]}, or leave it to plain low "
@@ -946,18 +850,18 @@ class Compilation:
                 )
                 if self.options.strict and state.info.role is Role.PARAMETER:
                     raise refusal
-                warn(refusal)
+                errors.warn(refusal)
 
-    def _lower_as_captured(self, graph: _Traced) -> Lowered:
+    def _lower_as_captured(self, traced: _Traced) -> Lowered:
         """Lower a graph in which nothing is rewritten."""
-        gm, is_recorded = graph.gm, bool(self.recorded)
+        gm, is_recorded = traced.gm, bool(self.recorded)
         reason = why_not_compiled(gm.graph, is_recorded=is_recorded, is_compiled=self.is_compiled)
         if reason is not None:
-            return Lowered(interpreted(gm), "operation by operation", not_taken(("in parts", reason)))
-        step = self.backend.lower_as_captured(gm, graph.example_inputs, graph.inductor_options)
+            return Lowered(interpreted(gm), "operation by operation", graph.not_taken(("in parts", reason)))
+        step = self.backend.lower_as_captured(gm, traced.example_inputs, traced.inductor_options)
         return Lowered(step, "as captured")
 
-    def _rows(self, program: StepProgram) -> tuple[TensorReport, ...]:
+    def _rows(self, program: graph.StepProgram) -> tuple[TensorReport, ...]:
         """Return the report's rows: the optimizers' tensors in their order, then all others."""
         rows: list[TensorReport] = []
         repetition, infos = program.repetition, program.infos
@@ -975,7 +879,7 @@ class Compilation:
             ]
             own_numbers = [each for each in symbols if len({*each}) > 1]
             for member, (index, value) in enumerate(repetition.copies_of(state.position, state.value)):
-                hi = state.placeholder.name if repetition.is_whole else input_name(index)
+                hi = state.placeholder.name if repetition.is_whole else graph.input_name(index)
                 inputs = tuple(hi + each for each in suffixes)
                 own = row if value is state.value else of_shape(value.shape)
                 own = own.with_symbols({each[0]: each[member] for each in own_numbers})
@@ -983,28 +887,28 @@ class Compilation:
         rank = {entry.name: i for i, entry in enumerate(self.known.values())}
         return tuple(sorted(rows, key=lambda row: rank.get(row.name, len(rank))))
 
-    def _as_captured(self, graph: _Traced, why: str) -> Callable[[list[Any]], Any]:
+    def _as_captured(self, traced: _Traced, why: str) -> Callable[[list[Any]], Any]:
         """Lower the captured graph unchanged, and report why."""
-        is_empty = not any(node.op == "call_function" for node in graph.gm.graph.nodes)
+        is_empty = not any(node.op == "call_function" for node in traced.gm.graph.nodes)
         if self.left_alone or is_empty:  # a second call is for the backward graph of the same capture
-            return self._lower_as_captured(graph).step
+            return self._lower_as_captured(traced).step
         self.left_alone = True
-        captured = copy_of(graph.gm)
+        captured = graph.copy_of(traced.gm)
         pass_log = PassLog(self.subject, captured)
-        with generated_code() as code:
-            made = self._lower_as_captured(graph)
+        with torch_compat.generated_code() as code:
+            made = self._lower_as_captured(traced)
         pass_log.lowered(tuple(code))
         lowered = "lowered by Inductor" if made.unit == "as captured" else "run by torch"
         note = f"{self.subject}: {why}; {lowered} as it is"
         log.info(note)
         report = GraphReport(
             captured=captured,
-            repetition=Repetition.whole(len(placeholders(captured.graph))),
+            repetition=graph.Repetition.whole(len(placeholders(captured.graph))),
             subject=self.subject,
             tensors=(),
             code=tuple(code),
             note=note,
-            route=Route(made.unit, self.recorded, reasons=made.reasons),
+            route=graph.Route(made.unit, self.recorded, reasons=made.reasons),
         )
         self.backend.reports.append(report)
         return made.step
@@ -1014,7 +918,7 @@ class Compilation:
         if compensated:
             for optimizer in self.optimizers.values():
                 note_compiled(optimizer)
-                note_compiled_step(optimizer, self.request)
+                capture.note_compiled_step(optimizer, self.request)
         self.backend.reports.append(report)
         log.info("%s, %s in %.1f s", report.headline, self.backend.verb, time.perf_counter() - started)
         for line in (str(report.route), *report.route.explained()):
@@ -1026,22 +930,16 @@ class Compilation:
 
 @dataclass(frozen=True, eq=False)
 class _Traced:
-    """Functional graph of one member of each family, as AOTAutograd hands it over.
-
-    Attributes:
-        example_inputs, inductor_options: arguments of ``compile_fx`` for its inner compiler.
-        infos: descriptions of the inputs of the whole graph; empty if the graph is not looked into.
-        repetition: recurrence of the graph's own inputs among these.
-    """
+    """Functional graph of one member of each family, as AOTAutograd hands it over."""
 
     gm: GraphModule
-    example_inputs: Sequence[Any]
+    example_inputs: Sequence[Any]  # as the next, an argument of ``compile_fx`` for its inner compiler
     inductor_options: dict[str, Any]
-    infos: Sequence[InputInfo]
-    repetition: Repetition
+    infos: Sequence[graph.InputInfo]  # of the inputs of the whole graph; empty if it is not looked into
+    repetition: graph.Repetition  # of the graph's own inputs among these
 
     @cached_property
-    def inputs(self) -> list[tuple[Node, InputInfo]]:
+    def inputs(self) -> list[tuple[Node, graph.InputInfo]]:
         """The graph's own inputs, each with the description of its first copy."""
         infos = (self.infos[copies[0]] for copies in self.repetition.copies)
         return list(zip(placeholders(self.gm.graph), infos, strict=True))
@@ -1049,23 +947,23 @@ class _Traced:
     @cached_property
     def stores(self) -> dict[Node, Node]:
         """Stores by the inputs that they write to."""
-        return copies_to_inputs(self.gm.graph)
+        return graph.copies_to_inputs(self.gm.graph)
 
     @cached_property
     def kept(self) -> set[Node]:
         """Values that outlive the graph: stored values, and results."""
-        return {*map(stored, self.stores.values()), *self.gm.graph.output_node().all_input_nodes}
+        return {*map(graph.stored, self.stores.values()), *self.gm.graph.output_node().all_input_nodes}
 
 
-def _input_has_error_terms(info: InputInfo) -> bool:
+def _input_has_error_terms(info: graph.InputInfo) -> bool:
     return info.tensor is not None and has_error_terms(info.tensor)
 
 
-def _record(info: InputInfo) -> ErrorTermRecord | None:
+def _record(info: graph.InputInfo) -> ErrorTermRecord | None:
     return None if info.tensor is None else record_of(info.tensor)
 
 
-def _packed_format(info: InputInfo) -> ErrorFormat | None:
+def _packed_format(info: graph.InputInfo) -> ErrorFormat | None:
     """Return the packed format of an input's tensor; None if it is not packed."""
     return None if info.tensor is None else packed_format(info.tensor)
 
@@ -1079,7 +977,7 @@ def _with_memory(step: Callable[[list[Any]], Any]) -> Callable[[list[Any]], Any]
                 unpack(each)
         return step(arguments)
 
-    return boxed_call(run)
+    return torch_compat.boxed_call(run)
 
 
 def _warning_of_terms(step: Callable[..., Any], positions: Sequence[int], subject: str) -> Callable[..., Any]:
@@ -1090,8 +988,8 @@ def _warning_of_terms(step: Callable[..., Any], positions: Sequence[int], subjec
         nonlocal is_told
         if not is_told and any(has_error_terms(arguments[i]) for i in positions):
             is_told = True
-            warn(
-                UncompensatedParameterError(
+            errors.warn(
+                errors.UncompensatedParameterError(
                     "it was compiled before the optimizer of the detached parameters that it is given, and "
                     "reads these without their error terms",
                     where=subject,
@@ -1108,11 +1006,11 @@ def _never_called(*arguments: Any) -> Any:
     raise AssertionError("the graph of one of each family is compiled, never run")
 
 
-def _wider_bytes(gm: GraphModule, repetition: Repetition, shown: Collection[int]) -> int:
+def _wider_bytes(gm: GraphModule, repetition: graph.Repetition, shown: Collection[int]) -> int:
     """Count the bytes of mutated float32 and float64 inputs that are not ``shown`` in the report."""
-    stores, total = copies_to_inputs(gm.graph), 0
+    stores, total = graph.copies_to_inputs(gm.graph), 0
     for position, node in enumerate(placeholders(gm.graph)):
-        value = tensor_value(node)
+        value = graph.tensor_value(node)
         wider = value is not None and value.dtype.is_floating_point and not is_low_precision_tensor(node)
         if value is not None and wider and node in stores and position not in shown:
             shapes = (copy.shape for _, copy in repetition.copies_of(position, value))

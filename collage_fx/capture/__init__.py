@@ -1,17 +1,8 @@
 """Capture of a step: an accepted graph with named inputs, split into families of equal updates."""
 
-from collage_fx.capture.closures import first_call
 from collage_fx.capture.compiled import NotByFamily, note_write
 from collage_fx.capture.families import Families, families_of
-from collage_fx.capture.foreach import with_lists_apart
 from collage_fx.capture.inputs import describe_input, describe_inputs
-from collage_fx.capture.members import (
-    depends_on_sizes,
-    give_up_rows,
-    has_stand_ins,
-    note_dependence_on_sizes,
-    stand_in_for,
-)
 from collage_fx.capture.numbers import decompositions
 from collage_fx.capture.recording import RecordedPart, Request
 from collage_fx.capture.refusals import (
@@ -26,8 +17,9 @@ from collage_fx.capture.refusals import (
     refuse_unknown_torch,
     refuse_unsupported,
 )
+from collage_fx.capture.rows import Rows, have_other_sizes, is_of_concern, stand_in_for
 from collage_fx.capture.segment import Deferred
-from collage_fx.capture.thinning import have_other_sizes, is_of_concern
+from collage_fx.capture.source import first_call
 from collage_fx.capture.watch import (
     expect_some_gradients,
     forget_compiled_step,

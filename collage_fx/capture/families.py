@@ -28,6 +28,12 @@ state that the steps of torch.optim loop over (:func:`rows_to_trace`), of two si
 out to be members of the same families, at the same indices, the rows left out are members too. Otherwise the
 step is traced once more.
 
+Note [Lists are no families]
+----------------------------
+torch.optim gives lists of a model's tensors to ``_foreach_`` functions on a GPU: one operation on all of
+them, which makes all updates one component. A rule (:func:`~collage_fx.graph.foreach_rule`) writes it as an
+operation for each element. Then updates are components of their own, and equal ones are a family.
+
 Whatever is not understood becomes a :class:`~collage_fx.graph.Reason`, which the report shows: the graph is
 then compiled whole, as a family of one.
 """
@@ -37,25 +43,29 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from functools import partial
+from itertools import takewhile
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import map_arg
 
+from collage_fx import torch_compat
 from collage_fx.capture.refusals import first_overlap
-from collage_fx.capture.thinning import ListRows, common_shape, is_plain, layout_of, layouts_of
-from collage_fx.graph import InputInfo, Reason, Repetition, components, device_facts
-from collage_fx.torch_compat import (
-    SET_GRAD_ENABLED,
-    Sharding,
-    ThinnedLists,
-    local_tensor,
-    pytree,
-    sharding_of,
-    symbols_of,
+from collage_fx.capture.rows import ListRows, common_shape, is_plain, layout_of, layouts_of
+from collage_fx.graph import (
+    InputInfo,
+    Reason,
+    Repetition,
+    components,
+    copy_of,
+    device_facts,
+    foreach_calls,
+    foreach_rule,
 )
+from collage_fx.torch_compat import SET_GRAD_ENABLED, local_tensor
 
 
 @dataclass(frozen=True)
@@ -70,7 +80,7 @@ class Families:
     #: Indices of gradient and parameter of each member of the repetition; empty unless gradients come and go.
     members: tuple[tuple[int, int], ...]
     infos: tuple[InputInfo, ...]  # names and roles of the inputs
-    distributed: Mapping[int, Sharding]  # index of an input that is a DTensor -> its sharding
+    distributed: Mapping[int, torch_compat.Sharding]  # index of an input that is a DTensor -> its sharding
     origins: tuple[tuple[str, str | int], ...]  # of each input of ``module``: see ``aot_input_of``
     repetition: Repetition  # of the inputs of ``module``, in the order of ``origins``, and of its results
     own_numbers: Sequence[Any]  # symbolic numbers in ``module`` that stand for those of other members
@@ -80,12 +90,15 @@ class Families:
 #: ``(inputs, names, number of bound inputs)`` -> for each its description, and facts that equal inputs share.
 Describe = Callable[[Sequence[Any], Sequence[str], int], Sequence[tuple[InputInfo, Hashable]]]
 
+#: Prefix of the names of torch's functions on lists.
+PREFIX = "_foreach_"
+
 
 def families_of(
     gm: GraphModule,
     arguments: Sequence[Any],
     describe: Describe,
-    thinned: Sequence[ThinnedLists] = (),
+    thinned: Sequence[torch_compat.ThinnedLists] = (),
     *,
     own_numbers: bool = True,
     any_size: bool = False,
@@ -95,8 +108,8 @@ def families_of(
     Of the lists ``thinned``, Dynamo has traced some rows; members are found for the others. Without
     ``own_numbers``, members of a family read the same numbers. With ``any_size``, they may differ in sizes.
     """
-    found = _Search(gm, arguments, ListRows(thinned), any_size=any_size)
-    if (reason := found.not_understood()) is not None:
+    found = _Search(_with_lists_apart(gm), arguments, ListRows(thinned), any_size=any_size)
+    if (reason := found.input_not_understood() or found.operation_not_understood()) is not None:
         return reason
     described = describe(found.inputs, found.names, found.bound)
     found.meanings = [(info.symbol, (info.role, kind)) for info, kind in described]
@@ -138,7 +151,7 @@ class _Search:
         self.pieces = {
             index: pieces
             for index, value in enumerate(self.inputs)
-            if isinstance(value, Tensor) and (pieces := sharding_of(value)) is not None
+            if isinstance(value, Tensor) and (pieces := torch_compat.sharding_of(value)) is not None
         }
         index_of = {name: index for index, name in enumerate(bound)}
         #: Node -> index of the input; -1 for an attribute that is no parameter or buffer.
@@ -152,15 +165,11 @@ class _Search:
         #: Symbol of each input, with its role and facts about its record.
         self.meanings: Sequence[tuple[str, Hashable]] = ()
 
-    def not_understood(self) -> Reason | None:
-        """Return the first reason why components may depend on each other; None if there is none."""
+    def input_not_understood(self) -> Reason | None:
+        """Return the first input of an unknown kind, or in the memory of another; None if there is none."""
         for node, index in self.index.items():
             if index < 0:
                 return Reason.at(node, "it is neither a parameter nor a buffer nor an argument")
-        return self._input_not_understood() or self._operation_not_understood()
-
-    def _input_not_understood(self) -> Reason | None:
-        """Return the first input of an unknown kind, or in the memory of another; None if there is none."""
         pieces = []
         for name, value in zip(self.names, self.inputs, strict=True):
             if isinstance(value, Tensor):
@@ -175,7 +184,7 @@ class _Search:
             return Reason(f"this input shares memory with {overlap[0]}", overlap[1])
         return None
 
-    def _operation_not_understood(self) -> Reason | None:
+    def operation_not_understood(self) -> Reason | None:
         """Return the first operation of an unknown kind; None if there is none."""
         if self.rows.thinned and self._returned():
             return Reason("the step returns something, of which Dynamo has traced only a part")
@@ -193,7 +202,7 @@ class _Search:
         return None
 
     def _returned(self) -> list[Any]:
-        return list(pytree.tree_leaves(self.gm.graph.output_node().args))
+        return list(torch_compat.pytree.tree_leaves(self.gm.graph.output_node().args))
 
     def families(self, *, own_numbers: bool) -> list[list[_Component]]:
         """Group the components by family; families come in the order of their first components."""
@@ -323,20 +332,21 @@ class _Search:
         return found
 
     def _connecting(self, node: Node) -> Iterator[Node]:
-        """Yield the values that connect an operation with others: its result and its own operands."""
+        """Yield the values that connect an operation with others: its result and its own operands.
+
+        A 0-d input may be one number for all its readers, such as ``lr``, unless an operation seems to write
+        to it. If that guess is wrong, the graph is compiled whole.
+        """
         yield node
         for operand in node.all_input_nodes:
-            if self._connects(operand) if operand in self.index else operand not in self.numbers:
+            if operand not in self.index:
+                is_own = operand not in self.numbers
+            else:
+                value = self.inputs[self.index[operand]]
+                is_changed = any(map(_seems_to_change, operand.users))
+                is_own = isinstance(value, Tensor) and (value.dim() > 0 or is_changed)
+            if is_own:
                 yield operand
-
-    def _connects(self, node: Node) -> bool:
-        """Return whether an input connects its readers to one component.
-
-        A 0-d tensor may be one number for all of them, such as ``lr``, unless an operation seems to write to
-        it. If that guess is wrong, the graph is compiled whole.
-        """
-        value = self.inputs[self.index[node]]
-        return isinstance(value, Tensor) and (value.dim() > 0 or any(map(_seems_to_change, node.users)))
 
     def _read_by(self, node: Node) -> list[int]:
         return [self.index[operand] for operand in node.all_input_nodes if operand in self.index]
@@ -424,7 +434,7 @@ class _Search:
         own = {index for component in first for index in component.numbers}
         values = {node: node.meta["example_value"] for node in self.numbers}
         symbolic = {node: value for node, value in values.items() if isinstance(value, torch.SymFloat)}
-        left_in = symbols_of(symbolic[node] for node in symbolic.keys() & kept)
+        left_in = torch_compat.symbols_of(symbolic[node] for node in symbolic.keys() & kept)
         arguments = [self.inputs[index] for index in indices if index >= self.bound]
         bound = indices[: len(indices) - len(arguments)]
         return Families(
@@ -442,7 +452,7 @@ class _Search:
             ),
             repetition,
             [value for node, value in symbolic.items() if not own.isdisjoint(self._number(node)[1])],
-            symbols_of(symbolic.values()) - left_in if own else frozenset(),
+            torch_compat.symbols_of(symbolic.values()) - left_in if own else frozenset(),
         )
 
     def _shapes(self, family: list[_Component]) -> tuple[torch.Size, ...]:
@@ -458,9 +468,9 @@ class _Search:
         """
         if not self.rows.come_and_go:
             return ()
-        first = (self.inputs[component.inputs[0]] for component in self.order)
-        pairs = ((p.grad, p) for p in map(self.rows.parameter_beside, first))
-        return tuple((self.index_by_id.get(id(g), -1), self.index_by_id.get(id(p), -1)) for g, p in pairs)
+        first = (self.rows.cells[id(self.inputs[component.inputs[0]])] for component in self.order)
+        found = (self.rows.value((t, 0, r)) for t, _, r in first)
+        return tuple((self.index_by_id.get(id(p.grad), -1), self.index_by_id.get(id(p), -1)) for p in found)
 
     def _gradients(self) -> dict[int, int]:
         """Map the gradients of rows that were not traced to the indices of their parameters."""
@@ -523,3 +533,64 @@ def _described(value: Any, named: Callable[[Node], Hashable]) -> Hashable:
     if isinstance(value, slice):
         return ("slice", *(_described(each, named) for each in (value.start, value.stop, value.step)))
     return type(value).__name__, repr(value)
+
+
+def _with_lists_apart(gm: GraphModule) -> GraphModule:
+    """Return a copy of a captured graph with an operation for each element of its lists.
+
+    Without lists, it is the graph itself. A function that has no rule is kept.
+    """
+    if not any(_foreach_name(node) for node in gm.graph.nodes):
+        return gm
+    apart = copy_of(gm)
+    for node in list(apart.graph.nodes):
+        if name := _foreach_name(node):
+            _take_apart(node, name)
+    apart.recompile()
+    return apart
+
+
+def _foreach_name(node: Node) -> str:
+    """Return NAME, or NAME_, of a call of ``torch._foreach_NAME``; empty for other nodes."""
+    name = getattr(node.target, "__name__", "") if node.op == "call_function" else ""
+    return name.removeprefix(PREFIX) if name.startswith(PREFIX) else ""
+
+
+def _take_apart(node: Node, name: str) -> None:
+    rule, graph = foreach_rule(name.removesuffix("_")), node.graph
+    readers = [user for user in node.users if getattr(user.target, "__name__", "") == "getitem"]
+    if rule is None or len(readers) < len(node.users):
+        return
+    function, fixed = (rule.func, rule.keywords) if isinstance(rule, partial) else (rule, {})
+    made = []
+    with graph.inserting_before(node):
+        for args, kwargs in foreach_calls(*_by_position(name, node.args, node.kwargs)):
+            result = graph.call_function(function, args, {**fixed, **kwargs})
+            result.meta = {**node.meta, "example_value": _value(rule, args, kwargs)}
+            if name.endswith("_"):
+                written = cast("Node", args[0])
+                result = graph.call_method("copy_", (written, result))
+                result.meta = {**node.meta, "example_value": written.meta["example_value"]}
+            made.append(result)
+    for reader in readers:
+        reader.replace_all_uses_with(made[cast("int", reader.args[1])])
+        graph.erase_node(reader)
+    graph.erase_node(node)
+
+
+def _by_position(name: str, args: Any, kwargs: Mapping[str, Any]) -> tuple[Sequence[Any], Mapping[str, Any]]:
+    """Return a call's arguments by position, up to the first one left out: rules have names of their own."""
+    packet = getattr(torch.ops.aten, PREFIX + name)
+    overloads = (torch_compat.schema_of(getattr(packet, each)).arguments for each in packet.overloads())
+    arguments = next(each for each in overloads if kwargs.keys() <= {argument.name for argument in each})
+    names = [each.name for each in arguments if not each.kwarg_only]
+    given = {**dict(zip(names, args, strict=False)), **kwargs}
+    return [given.pop(each) for each in takewhile(given.__contains__, names)], given
+
+
+def _value(rule: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    args, kwargs = map_arg((args, kwargs), lambda operand: operand.meta["example_value"])
+    mode = torch_compat.detect_fake_mode(each for each in args if isinstance(each, Tensor))
+    assert mode is not None, "what Dynamo captures are fake tensors"
+    with mode:
+        return rule(*args, **kwargs)

@@ -67,10 +67,8 @@ class Matcher(TorchFunctionMode):
     recorded like an update, a deep copy like a clone. Note [A wish for speed] in
     ``torch_compat/fused_updates.py``.
 
-    Args:
-        recorder: a mode that is entered before this one.
-        is_gradient: tells whether a tensor is the gradient of a parameter.
-        binds: whether code may hold the optimizer's tensors, and lives no longer than the optimizer.
+    The ``recorder`` is entered before. ``binds``: whether code may hold the optimizer's tensors, and lives no
+    longer than the optimizer.
     """
 
     def __init__(self, recorder: Recorder, is_gradient: Callable[[Tensor], bool], *, binds: bool) -> None:
@@ -517,8 +515,14 @@ class Matcher(TorchFunctionMode):
                 self._add_pattern(call)
             self._begin_after(result)
         elif call is not None:
+            self._operations = len(recorder.segment.operations)
+            call.is_executed = self._operations == first
             try:
-                self._note_result(call, result, first, recorder.executed - executed)
+                if recorder.executed > executed and not call.is_executed:
+                    raise Unmatchable
+                call.result = self._template_of(result, is_executed=call.is_executed)
+                self._note_sources(call, first)
+                self._calls.append(call)
             except Unmatchable:
                 self._is_noting = False
         return result
@@ -563,15 +567,6 @@ class Matcher(TorchFunctionMode):
         if kind not in CONSTANTS:
             raise Unmatchable
         return value
-
-    def _note_result(self, call: Call, result: Any, first: int, executed: int) -> None:
-        self._operations = len(self._recorder.segment.operations)
-        call.is_executed = self._operations == first
-        if executed and not call.is_executed:
-            raise Unmatchable
-        call.result = self._template_of(result, is_executed=call.is_executed)
-        self._note_sources(call, first)
-        self._calls.append(call)
 
     def _template_of(self, result: Any, *, is_executed: bool) -> Any:
         if isinstance(result, Tensor):

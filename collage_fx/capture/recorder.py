@@ -21,7 +21,7 @@ ordinary tensors, in place (``torch.utils.swap_tensors``).
 * Python floats that change are arguments of the compiled graphs: Note [Constants and inputs] in
   ``compiled.py``. So are shapes, once they change. An operator that takes no such number as an argument, and
   is given new numbers again and again, is executed at once as well.
-* State is not packed: no component shows all that the step does with a state (``refusals.py``).
+* State is not packed: no component shows all that the step does with a state (``recording.py``).
 * A step that makes the calls of an earlier one is not recorded again: Note [Matched steps] in
   ``matching.py``.
 """
@@ -38,37 +38,30 @@ from torch import Tensor
 from torch.fx.node import map_aggregate
 from torch.utils.weak import TensorWeakRef
 
+from collage_fx import torch_compat
 from collage_fx.capture.compiled import Compiled, CompileGraph, compiled_for
 from collage_fx.capture.inputs import MadeInStep
 from collage_fx.capture.numbers import each_element
-from collage_fx.capture.patterns import Part, Pattern, found_in
+from collage_fx.capture.patterns import Part, Pattern, found_in, layout_of
 from collage_fx.capture.segment import (
     Deferred,
     Operation,
     RecordedFunction,
     Segment,
+    Signature,
     Spec,
+    draws_16_bits,
+    is_index_of_integers,
     is_whole,
     left_uncomputed,
     real,
+    signature_of,
 )
-from collage_fx.capture.signatures import Signature, draws_16_bits, is_index_of_integers, signature_of
 from collage_fx.errors import UnsupportedTensorError
 from collage_fx.graph import factorizes
 from collage_fx.numerics import is_low_precision
 from collage_fx.state import KnownTensor, change_layout, record_of
-from collage_fx.torch_compat import (
-    SymbolicScope,
-    TorchDispatchMode,
-    base_of,
-    compile_lock,
-    is_held_by_torch,
-    is_wrapper,
-    pytree,
-    records,
-    storage_of,
-    without_modes,
-)
+from collage_fx.torch_compat import pytree, storage_of
 
 aten = torch.ops.aten
 
@@ -92,27 +85,21 @@ class Flushed(NamedTuple):
 _is_recording: ContextVar[bool] = ContextVar("_is_recording", default=False)
 
 
-class Recorder(TorchDispatchMode):
+class Recorder(torch_compat.TorchDispatchMode):
     """Mode that records operations on tensors, and executes them compiled when a value is asked for.
 
-    While an operation is being recorded (``is_dispatching``), functions that are called are ours.
-
-    Args:
-        compile_graph: compiles a graph of tensors, numbers in 0-d tensors, and sizes.
-        kind_of: tells what a compiled graph depends on beyond the shape, dtype and device of a real tensor;
-            its second argument is whether the graph overwrites the tensor.
-        original_of: storage -> the optimizer's tensor in it, if any; ``p.data`` is a view of that tensor.
-        known: returns the tensors that the optimizer holds, by ``id``.
-        numbers: numbers of the functions compiled so far. They are added to.
+    While an operation is being recorded (``is_dispatching``), functions that are called are ours. ``kind_of``
+    tells what a compiled graph depends on beyond the shape, dtype and device of a real tensor; its second
+    argument is whether the graph overwrites the tensor.
     """
 
     def __init__(
         self,
         compile_graph: CompileGraph,
         kind_of: Callable[[Tensor, bool], Any],
-        original_of: Callable[[int], Tensor | None],
-        known: Callable[[], Mapping[int, KnownTensor]],
-        numbers: Numbers,
+        original_of: Callable[[int], Tensor | None],  # the optimizer's tensor in a storage: of p.data, p
+        known: Callable[[], Mapping[int, KnownTensor]],  # tensors that the optimizer holds, by ``id``
+        numbers: Numbers,  # of the functions compiled so far; they are added to
     ) -> None:
         super().__init__()
         self.compile_graph = compile_graph
@@ -152,7 +139,7 @@ class Recorder(TorchDispatchMode):
             self._viewed.clear()
             for kind, reference in self._noted:
                 if (tensor := reference()) is not None:
-                    records.drop(tensor, kind)
+                    torch_compat.records.drop(tensor, kind)
             self._noted.clear()
 
     @classmethod
@@ -164,14 +151,14 @@ class Recorder(TorchDispatchMode):
     # thread compiles.
 
     def __enter__(self) -> Recorder:
-        with compile_lock:
+        with torch_compat.compile_lock:
             super().__enter__()
         self._entered.append(_is_recording.set(True))
         return self
 
     def __exit__(self, *exception: Any) -> None:
         _is_recording.reset(self._entered.pop())
-        with compile_lock:
+        with torch_compat.compile_lock:
             super().__exit__(*exception)
 
     @contextlib.contextmanager
@@ -179,7 +166,7 @@ class Recorder(TorchDispatchMode):
         """Context manager: operations are executed, not recorded."""
         token = _is_recording.set(False)
         try:
-            with without_modes():
+            with torch_compat.without_modes():
                 yield
         finally:
             _is_recording.reset(token)
@@ -198,7 +185,7 @@ class Recorder(TorchDispatchMode):
             self.is_dispatching = before
 
     def _dispatched(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
-        if any(map(is_wrapper, types)):
+        if any(map(torch_compat.is_wrapper, types)):
             return NotImplemented  # its class calls operators on the tensors inside, which are recorded
         kwargs = kwargs or {}
         signature = signature_of(func)
@@ -282,7 +269,7 @@ class Recorder(TorchDispatchMode):
         Raises:
             UnsupportedTensorError: the tensor's error terms cannot follow.
         """
-        with without_modes():
+        with torch_compat.without_modes():
             takes_storage = any(isinstance(each, torch.UntypedStorage) for each in args)
             args = map_aggregate(args, self._tensor_of_storage)
             self.flush()
@@ -400,7 +387,7 @@ class Recorder(TorchDispatchMode):
 
     def _without_elements(self, signature: Signature, args: Any, kwargs: dict[str, Any]) -> Any:
         """Run an operation on fake tensors; sizes that depend on values are arbitrary."""
-        with compile_lock, self.paused(), SymbolicScope().fake_mode:
+        with torch_compat.compile_lock, self.paused(), torch_compat.SymbolicScope().fake_mode:
             args, kwargs = pytree.tree_map_only(Tensor, lambda each: Spec.of(each).empty(), (args, kwargs))
             return signature.operator(*args, **kwargs)
 
@@ -412,7 +399,7 @@ class Recorder(TorchDispatchMode):
                 raise left_uncomputed("an operation")
             return tensor.value
         inputs = self.segment.inputs
-        key = (_storage_of(tensor), tensor.storage_offset(), *Spec.of(tensor))
+        key = (_storage_of(tensor), *layout_of(tensor))
         if key not in inputs:
             inputs[key] = self._input(tensor)
         return inputs[key]
@@ -426,9 +413,10 @@ class Recorder(TorchDispatchMode):
         owner = segment.values[value].tensor
         if tensor.dtype != owner.dtype:
             value = segment.add_view(tensor, value, signature_of(aten.view.dtype), tensor.dtype)
-        if _size_stride_offset(tensor) != _size_stride_offset(owner):
+        (size, stride, *_, offset), (*of_owner, _, _, offset_of_owner) = layout_of(tensor), layout_of(owner)
+        if [size, stride, offset] != [*of_owner, offset_of_owner]:
             value = segment.add_view(
-                tensor, value, signature_of(aten.as_strided.default), *_size_stride_offset(tensor)
+                tensor, value, signature_of(aten.as_strided.default), size, stride, offset
             )
         return value
 
@@ -487,7 +475,7 @@ class Recorder(TorchDispatchMode):
 
     def _become(self, deferred: Tensor, tensor: Tensor) -> None:
         """Make a deferred tensor the given tensor, now or when torch no longer holds on to it."""
-        if not is_held_by_torch(deferred):
+        if not torch_compat.is_held_by_torch(deferred):
             torch.utils.swap_tensors(deferred, tensor)
         else:
             assert isinstance(deferred, Deferred)
@@ -521,7 +509,8 @@ class Recorder(TorchDispatchMode):
             compiled = self._compile(function, takes_sizes=takes_sizes)
             known.insert(0, compiled)
             if len(known) >= BURNED_IN_AGAIN:
-                self._at_once |= function.operators_of(compiled.burned_in)
+                operators = [each.signature for each in operations for _ in each.numbers]
+                self._at_once.update(operators[position] for position in compiled.burned_in)
         compiled(function)
         if is_new and not compiled.owner.is_stale:
             # The code is that for tensors with the error terms that it gives.
@@ -554,7 +543,7 @@ class Recorder(TorchDispatchMode):
 
     def note(self, kind: type, tensor: Tensor) -> None:
         """Add a part, which threads share, to a tensor's record until the step ends."""
-        records.put(tensor, kind())
+        torch_compat.records.put(tensor, kind())
         self._noted.append((kind, TensorWeakRef(tensor)))
 
 
@@ -567,14 +556,9 @@ def _storage_of(tensor: Tensor) -> int:
     return -1 if type(tensor) is Deferred else storage_of(tensor)
 
 
-def _size_stride_offset(tensor: Tensor) -> tuple[tuple[int, ...], tuple[int, ...], int]:
-    spec = Spec.of(tensor)
-    return spec.size, spec.stride, int(tensor.storage_offset())
-
-
 def _whole_memory(tensor: Tensor) -> Tensor:
     """Return a tensor of all the memory of the given tensor, which may be a view."""
-    base = base_of(tensor)
+    base = torch_compat.base_of(tensor)
     # A view whose ``.data`` has been replaced keeps the base that it had.
     if base is not None and base.dtype == tensor.dtype and storage_of(base) == storage_of(tensor):
         return base

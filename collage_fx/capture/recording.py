@@ -19,51 +19,15 @@ from torch.fx import GraphModule
 from torch.optim import Optimizer
 from torch.utils.weak import TensorWeakRef
 
+from collage_fx import errors, state, torch_compat
 from collage_fx.capture.inputs import BornInStep, MadeInStep, SpanningClosure
 from collage_fx.capture.matching import Matcher
-from collage_fx.capture.progress import show_progress
 from collage_fx.capture.recorder import Numbers, Recorder, is_recording
-from collage_fx.capture.refusals import (
-    forget_new_state,
-    refuse_distributed,
-    refuse_optimizer,
-    refuse_packed,
-    remember_state,
-)
-from collage_fx.errors import CollageError, RecompileLimitError, raise_or_warn
-from collage_fx.state import (
-    KnownTensor,
-    adopt,
-    carry_along,
-    has_error_terms,
-    has_state,
-    holds_the_same,
-    known_tensors,
-    note_held,
-    note_new,
-    note_step,
-    optimizers_among,
-    parameter_names,
-    records_version,
-    settle_replaced,
-    state_tensors,
-    stepped_optimizers,
-    stop_packing,
-)
-from collage_fx.torch_compat import (
-    Refused,
-    has_foreign_step,
-    has_storage,
-    is_step_wrapper,
-    pytree,
-    records,
-    reroute_step,
-    restore_capturable,
-    running_call,
-    storage_of,
-    true_step,
-    variables_on_the_stack,
-)
+from collage_fx.capture.refusals import forget_new_state, refuse_optimizer, remember_state
+from collage_fx.clock import clock, is_taken
+from collage_fx.numerics import is_low_precision
+from collage_fx.state import known_tensors, optimizers_among, stop_packing
+from collage_fx.torch_compat import has_foreign_step, pytree, records, reroute_step, sharding_of, storage_of
 
 log = logging.getLogger("collage_fx")
 
@@ -143,8 +107,8 @@ def reason_to_record(optimizer: Optimizer) -> str:
 
 def is_recordable(optimizer: Optimizer) -> bool:
     """Return whether the optimizer's step has torch's wrapper, which ``Optimizer.__init__`` puts around."""
-    code = getattr(true_step(optimizer), "__code__", None)
-    return code is not None and is_step_wrapper(code) and not has_foreign_step(optimizer)
+    code = getattr(torch_compat.true_step(optimizer), "__code__", None)
+    return code is not None and torch_compat.is_step_wrapper(code) and not has_foreign_step(optimizer)
 
 
 def record(
@@ -166,7 +130,7 @@ def record(
         recording = _Recording([optimizer], request, reason, for_one_step=for_one_step)
     if for_one_step:
         records.of(optimizer, Recorded).for_one_step = recording
-    reroute_step(true_step(optimizer), _switched)
+    reroute_step(torch_compat.true_step(optimizer), _switched)
     vars(optimizer)[RECORDING] = recording
 
 
@@ -183,10 +147,10 @@ def _note_resumed(optimizer: Optimizer, is_resumed: bool) -> None:
     records.of(optimizer, Recorded).is_resumed = is_resumed
 
 
-carry_along(
+state.carry_along(
     "collage_fx.numbers", lambda each: {**records.of(each, Recorded).numbers} or None, _restore_numbers
 )
-carry_along("collage_fx.recorded", lambda each: is_recorded(each) or None, _note_resumed)
+state.carry_along("collage_fx.recorded", lambda each: is_recorded(each) or None, _note_resumed)
 
 
 def _switched(step: Callable[..., Any]) -> Callable[..., Any]:
@@ -233,7 +197,7 @@ def is_switch(code: CodeType) -> bool:
 
 def switch(optimizer: Optimizer) -> bool:
     """Make an optimizer's steps recordable from their middle on; return whether its class has changed."""
-    return is_recordable(optimizer) and reroute_step(true_step(optimizer), _switched)
+    return is_recordable(optimizer) and reroute_step(torch_compat.true_step(optimizer), _switched)
 
 
 class _Begun:
@@ -278,7 +242,7 @@ class _Closure:
 def is_in_closure() -> bool:
     """Return whether Python is in the closure of a step, and not in another step that the closure calls."""
     called = _Closure.__call__.__code__
-    variables = variables_on_the_stack(lambda code: code is called or is_switch(code))
+    variables = torch_compat.variables_on_the_stack(lambda code: code is called or is_switch(code))
     return variables is not None and type(variables["self"]) is _Closure
 
 
@@ -287,7 +251,7 @@ def beginning_here(request: Request, reason: str, *, level: int = logging.INFO) 
 
     This recording ends with the step. None if Python is in no step.
     """
-    variables = variables_on_the_stack(is_switch)
+    variables = torch_compat.variables_on_the_stack(is_switch)
     if variables is None or "begun" not in variables or variables["begun"] or is_in_closure():
         return None  # in none, or in one that is recorded
     optimizer, begun = variables["self"], variables["begun"]
@@ -308,7 +272,7 @@ def beginning_in_call(
     None if there is no such call, or one that is given a function, whose forward and backward pass would be
     recorded.
     """
-    call = running_call()
+    call = torch_compat.running_call()
     if call is None or any(map(callable, pytree.tree_leaves(call.arguments))):
         return None
     log.info("%s: its calls are run by Python and recorded: %s", call.name, reason)
@@ -318,7 +282,7 @@ def beginning_in_call(
 
 def beginning_again() -> Callable[[], None] | None:
     """Return the function that begins to record the call that Python is in, if such calls are recorded."""
-    call = running_call()
+    call = torch_compat.running_call()
     if call is None or (recording := records.find(call.compiler, _Recording)) is None:
         return None
 
@@ -332,7 +296,7 @@ def beginning_again() -> Callable[[], None] | None:
             has_gradients = torch.is_grad_enabled()  # the call has left its own contexts
             try:
                 recorded.__exit__(None if error is None else type(error), error, None)
-            except Refused as refusal:
+            except torch_compat.Refused as refusal:
                 raise refusal.remove_dynamo_frames() from None
             finally:
                 torch.set_grad_enabled(has_gradients or torch.is_grad_enabled())
@@ -395,7 +359,7 @@ class _Recording:
         living = {id(each): each for reference in self._weights if (each := reference()) is not None}
         self._weights = [*map(TensorWeakRef, living.values())]
         known = self._stepped()
-        self._others = WeakSet(each for each in stepped_optimizers() if each not in known)
+        self._others = WeakSet(each for each in state.stepped_optimizers() if each not in known)
 
     def _stepped(self) -> list[Optimizer]:
         return [each for reference in self._references if (each := reference()) is not None]
@@ -408,19 +372,21 @@ class _Recording:
         for optimizer in optimizers:
             self._refuse(optimizer)
             if not self._steps:
-                adopt(optimizer)
-                restore_capturable(optimizer)
+                state.adopt(optimizer)
+                torch_compat.restore_capturable(optimizer)
                 for inner in optimizers_among(vars(optimizer)).values():  # captured steps may have noted it
-                    restore_capturable(inner)
-                    if all(inner is not each for each in optimizers):
+                    torch_compat.restore_capturable(inner)
+                    if inner not in optimizers:
                         self._others.add(inner)
-            if records_version() != self._version:
+            if state.records_version() != self._version:
                 stop_packing(optimizer)  # state that captured steps have packed, or a checkpoint holds packed
             remember_state(optimizer, object())
-            settle_replaced(optimizer)
-            self._without_state += [p for _, p in parameter_names(optimizer) if not has_state(optimizer, p)]
+            state.settle_replaced(optimizer)
+            self._without_state += [
+                p for _, p in state.parameter_names(optimizer) if not state.has_state(optimizer, p)
+            ]
         for other in self._others:
-            settle_replaced(other)
+            state.settle_replaced(other)
         self._steps += 1
         self._look_at()
         self._has_compiled = False
@@ -432,13 +398,13 @@ class _Recording:
             if self._born:
                 self._matcher.forget_step()
             for tensor in self._born:
-                note_new(tensor)
-            is_known = self._matcher.has_matched and records_version() == self._version
+                state.note_new(tensor)
+            is_known = self._matcher.has_matched and state.records_version() == self._version
             for optimizer in optimizers:
-                if not (is_known and holds_the_same(optimizer)):
-                    note_held(optimizer)  # a step may have replaced state
+                if not (is_known and state.holds_the_same(optimizer)):
+                    state.note_held(optimizer)  # a step may have replaced state
                 records.of(optimizer, Recorded).has_recorded = True
-            self._version = records_version()
+            self._version = state.records_version()
         except BaseException:
             self._matcher.finish(successfully=False)
             for optimizer in optimizers:
@@ -447,21 +413,41 @@ class _Recording:
         finally:
             self._born.clear()
             for optimizer in (*optimizers, *self._others):
-                note_step(optimizer)  # also of a step that failed half-way
+                state.note_step(optimizer)  # also of a step that failed half-way
         self._steps_that_compiled = self._steps_that_compiled + 1 if self._has_compiled else 0
 
     def _refuse(self, optimizer: Optimizer) -> None:
-        """Raise, or warn, if the steps of an optimizer cannot be recorded as the options ask."""
+        """Raise, or warn, if the steps of an optimizer cannot be recorded as the options ask.
+
+        Operations recorded on a DTensor would be on this process's shard alone. A recorded step is compiled
+        in parts, none of which shows all that the step does with a state, so none packs it.
+        """
+        backend = self.request.backend
         try:
             refuse_optimizer(optimizer)
-            refuse_distributed(optimizer, self.reason)
-            if not self.is_for_one_step:  # which may unpack state: the next compiled step packs it again
-                refuse_packed(optimizer, self.request.backend.options.state, self.reason)
-        except CollageError as refusal:
-            raise_or_warn(optimizer, refusal, strict=self.request.strict)
+            for name, p in state.parameter_names(optimizer):
+                if p.grad is not None and is_low_precision(p.dtype) and sharding_of(p) is not None:
+                    raise errors.UnsupportedTensorError(
+                        f"a {type(p).__name__} in a step that has to be recorded, for which Dynamo cannot "
+                        f"capture it: {self.reason}",
+                        where=name,
+                        remedy="change what Dynamo cannot capture, train with ordinary tensors "
+                        "(DistributedDataParallel), or step the optimizer without this backend",
+                    )
+            # A single step may unpack state: the next compiled step packs it again.
+            if not self.is_for_one_step and (packed := backend.options.state) is not None:
+                raise errors.InvalidOptionError(
+                    f"state={packed!r} packs state, which needs a step that is captured whole; this one is "
+                    f"recorded, operation by operation: {self.reason}",
+                    where=f"{type(optimizer).__name__}.step",
+                    remedy="give bytes_per_parameter=8 or 10, which pack nothing then, or leave state= out; "
+                    "or change what Dynamo cannot capture",
+                )
+        except errors.CollageError as refusal:
+            errors.raise_or_warn(optimizer, refusal, strict=self.request.strict)
         # A first step may make state. Later ones, and those after captured steps, find it.
         if not self.is_for_one_step and (self._steps_that_compiled or self._steps < 2):
-            self.request.backend.refuse_excess(optimizer)
+            backend.refuse_excess(optimizer)
 
     def _look_at(self) -> None:
         self._parameters.clear()
@@ -469,13 +455,13 @@ class _Recording:
         self._gradients.clear()
         weights = [each for reference in self._weights if (each := reference()) is not None]
         stepped = (*self._others, *self._stepped())
-        of_optimizers = (p for each in stepped for _, p in parameter_names(each))
+        of_optimizers = (p for each in stepped for _, p in state.parameter_names(each))
         for parameter in (*weights, *of_optimizers):
             self._parameters[storage_of(parameter)] = parameter
             self._ids.add(id(parameter))
             if (gradient := parameter.grad) is not None:
                 self._gradients[id(gradient)] = reference = TensorWeakRef(gradient)
-                if has_storage(gradient):
+                if torch_compat.has_storage(gradient):
                     self._gradients[storage_of(gradient)] = reference  # of its data, or of all its buffer
 
     def outside(self, argument: Any, *, had_gradients: bool) -> Any:
@@ -497,16 +483,7 @@ class _Recording:
 
         return closure
 
-    def _is_new_state(self, tensor: Tensor) -> bool:
-        """Return whether a tensor is state of a parameter that had no state before this step."""
-        return any(
-            each is tensor
-            for optimizer in self._stepped()
-            for parameter in self._without_state
-            for _, each in state_tensors(optimizer.state.get(parameter))
-        )
-
-    def _known(self) -> dict[int, KnownTensor]:
+    def _known(self) -> dict[int, state.KnownTensor]:
         return known_tensors({f"{type(each).__name__}_{i}": each for i, each in enumerate(self._stepped())})
 
     def _kind_of(self, tensor: Tensor, is_written: bool) -> Any:
@@ -514,12 +491,13 @@ class _Recording:
         is_parameter = id(tensor) in self._ids
         role = "parameter" if is_parameter else "gradient" if self._is_gradient(tensor) else None
         is_made = records.has(tensor, MadeInStep)
-        may_be_born = role is None and (is_written or is_made) and not records.has(tensor, BornInStep)
-        if may_be_born and self._is_new_state(tensor):
-            self._recorder.note(BornInStep, tensor)
-            self._born.append(tensor)
+        if role is None and (is_written or is_made) and not records.has(tensor, BornInStep):
+            held = (o.state.get(p) for o in self._stepped() for p in self._without_state)
+            if any(each is tensor for entries in held for _, each in state.state_tensors(entries)):
+                self._recorder.note(BornInStep, tensor)
+                self._born.append(tensor)
         # A parameter that is updated gets error terms if it has none.
-        keeps_error = has_error_terms(tensor) or (is_parameter and is_written)
+        keeps_error = state.has_error_terms(tensor) or (is_parameter and is_written)
         spans = role is None and self._calls_closure and (is_written or is_made)
         if spans:
             self._recorder.note(SpanningClosure, tensor)
@@ -537,17 +515,45 @@ class _Recording:
     def _compiled(self, module: GraphModule, arguments: Any, by_family: bool) -> Callable[..., Any]:
         """Compile a component; warn if many steps in a row had to compile."""
         if self._steps_that_compiled >= COMPILING_STEPS:
-            refusal = RecompileLimitError(
+            refusal = errors.RecompileLimitError(
                 f"each of the last {COMPILING_STEPS} steps of {self._label}, which are recorded, has brought "
                 "something new that had to be compiled, which takes most of a step's time",
                 where=f"{self._label}.step",
                 remedy="look for what differs from step to step besides numbers: shapes, or the order of "
                 "operations",
             )
-            raise_or_warn(self._recorder, refusal, strict=False)
+            errors.raise_or_warn(self._recorder, refusal, strict=False)
         if not (self._has_compiled or by_family):  # what is known by family compiles nothing new
             self._progress.enter_context(show_progress(self._label))
         self._has_compiled |= not by_family
         module.meta[RECORDING] = RecordedPart(self.reason, not self.is_for_one_step, self._stepped, by_family)
         compiled: Callable[..., Any] = self.request.backend(module, arguments, **self.request.keywords)
         return compiled
+
+
+#: Whether this process has shown the line as a warning.
+_has_warned = False
+
+
+@contextmanager
+def show_progress(subject: str, *, in_log: bool = True) -> Iterator[None]:
+    """Context manager: show that a step of a class is compiled, by a clock in a terminal, and ``in_log``.
+
+    The line in the log is a warning the first time in a process if standard error is no terminal (a log file,
+    a notebook), so that a program which has configured no logging shows why its first step takes long. Nested
+    uses in the same thread show nothing.
+    """
+    if in_log and not is_taken.get():
+        log.log(_level(), "%s: compiling its step: about 10 s, or 2 s with a warm Inductor cache", subject)
+    with clock(f"collage_fx: compiling the step of {subject}"):
+        yield
+
+
+def _level() -> int:
+    global _has_warned
+    distributed = torch.distributed
+    is_first = not (distributed.is_available() and distributed.is_initialized() and distributed.get_rank())
+    if _has_warned or not is_first or sys.stderr.isatty():
+        return logging.INFO
+    _has_warned = True
+    return logging.WARNING

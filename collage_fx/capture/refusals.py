@@ -22,41 +22,10 @@ from torch import Tensor
 from torch.fx import GraphModule, Node
 from torch.optim import Optimizer
 
-from collage_fx.errors import (
-    AliasedStateError,
-    InvalidOptionError,
-    UnsupportedOptimizerError,
-    UnsupportedTensorError,
-    UnsupportedTorchError,
-)
-from collage_fx.graph import (
-    DEVICES,
-    SUPPORTED,
-    InputInfo,
-    Role,
-    assignments,
-    copies_to_inputs,
-    device_facts,
-    is_dense,
-    placeholders,
-)
+from collage_fx import errors, graph, torch_compat
 from collage_fx.numerics import is_low_precision
 from collage_fx.runtime import refuse_layout
 from collage_fx.state import KnownTensor, has_state, held_optimizers, is_packed, parameter_names
-from collage_fx.torch_compat import (
-    OTHER_VERSIONS,
-    aot_input_of,
-    decides_by_number,
-    fused_operator,
-    has_internal_overlap,
-    is_wrapper,
-    local_tensor,
-    misfits,
-    records,
-    sharding_of,
-    storage_of,
-    version_of,
-)
 
 #: Remedy for an optimizer class whose steps torch does not wrap.
 CALL_INIT = "have it call super().__init__(parameters, defaults)"
@@ -64,11 +33,11 @@ CALL_INIT = "have it call super().__init__(parameters, defaults)"
 
 def refuse_unknown_torch() -> None:
     """Raise if this torch lacks something without which results would differ."""
-    for told in misfits():
-        raise UnsupportedTorchError(
+    for told in torch_compat.misfits():
+        raise errors.UnsupportedTorchError(
             f"collage_fx does not know torch {torch.__version__}: {told}",
             where="torch",
-            remedy=OTHER_VERSIONS,
+            remedy=torch_compat.OTHER_VERSIONS,
         )
 
 
@@ -81,59 +50,9 @@ def refuse_optimizer(optimizer: Optimizer) -> None:
         UnsupportedTensorError: a parameter is sparse, complex, integer, of a tensor subclass other than
             DTensor, or on an untested device.
     """
-    _refuse_class(optimizer)
-    seen: dict[int, str] = {}
-    for name, parameter in parameter_names(optimizer):
-        if parameter.grad is None:
-            continue
-        refuse_layout(parameter.grad, f"{name}.grad")
-        refuse_layout(parameter, name)
-        _refuse_dtype(parameter, name)
-        if is_low_precision(parameter.dtype):
-            _refuse_subclass(parameter, name)
-            _refuse_device(parameter, name)
-            if id(parameter) in seen:
-                raise _aliased(f"{seen[id(parameter)]} and {name} (the same tensor)")
-            if has_internal_overlap(local_tensor(parameter)):
-                raise _aliased(f"{name} (an expanded tensor: strides {parameter.stride()})")
-        seen[id(parameter)] = name
-
-
-def refuse_distributed(optimizer: Optimizer, reason: str) -> None:
-    """Raise for the first DTensor that a recorded step is about to update; ``reason``: why it is recorded.
-
-    Operations recorded on a DTensor would be on this process's shard alone.
-    """
-    for name, parameter in parameter_names(optimizer):
-        is_updated = parameter.grad is not None and is_low_precision(parameter.dtype)
-        if is_updated and sharding_of(parameter) is not None:
-            raise UnsupportedTensorError(
-                f"a DTensor in a step that has to be recorded, for which Dynamo cannot capture it: {reason}",
-                where=name,
-                remedy="change what Dynamo cannot capture, train with ordinary tensors "
-                "(DistributedDataParallel), or step the optimizer without this backend",
-            )
-
-
-def refuse_packed(optimizer: Optimizer, state: str | None, reason: str) -> None:
-    """Raise if the option ``state=`` is given for steps that are recorded for some reason.
-
-    A recorded step is compiled in parts, none of which shows all that the step does with a state.
-    """
-    if state is not None:
-        raise InvalidOptionError(
-            f"state={state!r} packs state, which needs a step that is captured whole; this one is recorded, "
-            f"operation by operation: {reason}",
-            where=f"{type(optimizer).__name__}.step",
-            remedy="give bytes_per_parameter=8 or 10, which pack nothing then, or leave state= out; or "
-            "change what Dynamo cannot capture",
-        )
-
-
-def _refuse_class(optimizer: Optimizer) -> None:
-    """Raise for optimizers whose control flow depends on values, or that torch cannot compile."""
+    label = type(optimizer).__name__
     if isinstance(optimizer, torch.optim.LBFGS):
-        raise UnsupportedOptimizerError(
+        raise errors.UnsupportedOptimizerError(
             "LBFGS decides from step to step what to compute, by the values of losses and gradients, so that "
             "no graph of its update can be captured",
             where="LBFGS.step",
@@ -142,12 +61,35 @@ def _refuse_class(optimizer: Optimizer) -> None:
     refuse_uninitialized(optimizer)
     differentiable = (bool(group.get("differentiable")) for group in optimizer.param_groups)
     if any(differentiable) and any(is_low_precision(p.dtype) for _, p in parameter_names(optimizer)):
-        raise UnsupportedOptimizerError(
-            f"{type(optimizer).__name__}(differentiable=True): its update is to be differentiated, which an "
-            "update with error terms is not",
-            where=f"{type(optimizer).__name__}(differentiable=True)",
+        raise errors.UnsupportedOptimizerError(
+            f"{label}(differentiable=True): its update is to be differentiated, which an update with error "
+            "terms is not",
+            where=f"{label}(differentiable=True)",
             remedy="make the optimizer with differentiable=False, or step it eagerly on float32 parameters",
         )
+    seen: dict[int, str] = {}
+    for name, parameter in parameter_names(optimizer):
+        if parameter.grad is None:
+            continue
+        refuse_layout(parameter.grad, f"{name}.grad")
+        refuse_layout(parameter, name)
+        _refuse_dtype(parameter, name)
+        if is_low_precision(parameter.dtype):
+            if torch_compat.is_wrapper(torch_compat.local_tensor(parameter)):
+                raise errors.UnsupportedTensorError(
+                    f"a low-precision parameter of class {type(parameter).__name__}: the step updates the "
+                    "tensors that it is made of, whose error terms would be found under no name and saved in "
+                    "no checkpoint",
+                    where=name,
+                    remedy="train with ordinary tensors or DTensors, or compile this step with "
+                    "backend='inductor'",
+                )
+            _refuse_device(parameter, name)
+            if id(parameter) in seen:
+                raise _aliased(f"{seen[id(parameter)]} and {name} (the same tensor)")
+            if torch_compat.has_internal_overlap(torch_compat.local_tensor(parameter)):
+                raise _aliased(f"{name} (an expanded tensor: strides {parameter.stride()})")
+        seen[id(parameter)] = name
 
 
 def refuse_uninitialized(optimizer: Optimizer) -> None:
@@ -160,7 +102,7 @@ def refuse_uninitialized(optimizer: Optimizer) -> None:
         for name, value in vars(optimizer).items()
         if held_optimizers(SimpleNamespace(value=value))
     ]
-    raise UnsupportedOptimizerError(
+    raise errors.UnsupportedOptimizerError(
         f"{label} does not call Optimizer.__init__: torch cannot compile its step",
         where=f"{label}.__init__",
         remedy="install the optimizers that it holds, in place of it: "
@@ -178,9 +120,9 @@ def refuse_overlaps(known: Iterable[KnownTensor]) -> None:
     """
     dense = (
         (entry.name, tensor)
-        for entry, tensor in ((each, local_tensor(each.tensor)) for each in known)
-        if entry.role in (Role.PARAMETER, Role.STATE) and is_low_precision(tensor.dtype)
-        if not is_packed(tensor) and is_dense(tensor)  # a packed tensor has no memory
+        for entry, tensor in ((each, torch_compat.local_tensor(each.tensor)) for each in known)
+        if entry.role in (graph.Role.PARAMETER, graph.Role.STATE) and is_low_precision(tensor.dtype)
+        if not is_packed(tensor) and graph.is_dense(tensor)  # a packed tensor has no memory
     )
     if (overlap := first_overlap(dense)) is not None:
         raise _aliased(" and ".join(overlap))
@@ -196,7 +138,7 @@ def first_overlap(tensors: Iterable[tuple[str, Tensor]]) -> tuple[str, str] | No
         if tensor.numel():
             extent = ((size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True))
             start = int(tensor.storage_offset())
-            memory[storage_of(tensor)].append((start, start + sum(extent), name))
+            memory[torch_compat.storage_of(tensor)].append((start, start + sum(extent), name))
     for regions in memory.values():
         for (_, end, first), (start, _, second) in itertools.pairwise(sorted(regions)):
             if start <= end:
@@ -204,39 +146,39 @@ def first_overlap(tensors: Iterable[tuple[str, Tensor]]) -> tuple[str, str] | No
     return None
 
 
-def refuse_aliases(gm: GraphModule, inputs: Sequence[InputInfo], known: Iterable[KnownTensor]) -> None:
+def refuse_aliases(gm: GraphModule, inputs: Sequence[graph.InputInfo], known: Iterable[KnownTensor]) -> None:
     """Raise if a low-precision input that a captured graph mutates shares memory with another.
 
     In AOTAutograd's graph ``gm``, such inputs have been replaced by their common base. ``known`` are tensors
     that the step can reach, for the message.
     """
-    names = {node: info.name for node, info in zip(placeholders(gm.graph), inputs, strict=True)}
-    for node in assignments(gm.graph):
+    names = {node: info.name for node, info in zip(graph.placeholders(gm.graph), inputs, strict=True)}
+    for node in graph.assignments(gm.graph):
         if all(operand in names for operand in node.args):
             raise _aliased(" and ".join(names[operand] for operand in node.all_input_nodes))
-    stores = copies_to_inputs(gm.graph)
-    for node, info in zip(placeholders(gm.graph), inputs, strict=True):
-        origin = aot_input_of(node)
+    stores = graph.copies_to_inputs(gm.graph)
+    for node, info in zip(graph.placeholders(gm.graph), inputs, strict=True):
+        origin = torch_compat.aot_input_of(node)
         is_alias = origin is not None and origin[0] == "alias"
         if node in stores and is_alias and is_low_precision(node.meta["val"].dtype):
             raise _aliased(" and ".join(_sharing_memory(known)) or info.name)
 
 
-def refuse_unsupported(gm: GraphModule, inputs: Sequence[InputInfo], *, packs: bool) -> None:
+def refuse_unsupported(gm: GraphModule, inputs: Sequence[graph.InputInfo], *, packs: bool) -> None:
     """Raise for the first mutated input of a kind for which compensated arithmetic is not defined.
 
     Raises:
         UnsupportedTensorError: a complex or integer parameter, or low-precision state on an untested device,
             or float32 state that may be packed (``packs``).
     """
-    stores = copies_to_inputs(gm.graph)
-    for node, info in zip(placeholders(gm.graph), inputs, strict=True):
+    stores = graph.copies_to_inputs(gm.graph)
+    for node, info in zip(graph.placeholders(gm.graph), inputs, strict=True):
         if node not in stores:
             continue
         value: Tensor = node.meta["val"]
-        if info.role is Role.PARAMETER:
+        if info.role is graph.Role.PARAMETER:
             _refuse_dtype(value, info.name)
-        may_be_packed = packs and value.dtype is torch.float32 and info.role is Role.STATE
+        may_be_packed = packs and value.dtype is torch.float32 and info.role is graph.Role.STATE
         if is_low_precision(value.dtype) or may_be_packed:
             _refuse_device(value, info.name)
 
@@ -248,10 +190,10 @@ def refuse_fused_operators(gm: GraphModule) -> None:
     ``torch_compat/fused_updates.py``.
     """
     for node in gm.graph.nodes:
-        name = fused_operator(node.target)
+        name = torch_compat.fused_operator(node.target)
         read = [each.meta.get("example_value") for each in node.all_input_nodes]
         if name is not None and any(isinstance(v, Tensor) and is_low_precision(v.dtype) for v in read):
-            raise UnsupportedOptimizerError(
+            raise errors.UnsupportedOptimizerError(
                 f"torch.{name} makes the whole update one opaque operator, which leaves nothing to "
                 "compensate",
                 where=node.name,
@@ -268,16 +210,16 @@ def number_of_the_past(gm: GraphModule) -> Node | None:
     for node in gm.graph.nodes:
         value = node.meta.get("example_value")
         is_number = isinstance(value, Tensor) and value.dtype is torch.float64 and not value.dim()
-        if not is_number or not version_of(value):
+        if not is_number or not torch_compat.version_of(value):
             continue
-        if any(user.target == "item" for user in node.users) or decides_by_number(value):
+        if any(user.target == "item" for user in node.users) or torch_compat.decides_by_number(value):
             return node
     return None
 
 
 def _refuse_dtype(parameter: Tensor, name: str) -> None:
     if not parameter.dtype.is_floating_point:
-        raise UnsupportedTensorError(
+        raise errors.UnsupportedTensorError(
             f"a parameter of dtype {parameter.dtype}; error terms are defined for real floating-point "
             "tensors",
             where=name,
@@ -286,35 +228,25 @@ def _refuse_dtype(parameter: Tensor, name: str) -> None:
         )
 
 
-def _refuse_subclass(parameter: Tensor, name: str) -> None:
-    if is_wrapper(local_tensor(parameter)):
-        raise UnsupportedTensorError(
-            f"a low-precision parameter of class {type(parameter).__name__}: the step updates the tensors "
-            "that it is made of, whose error terms would be found under no name and saved in no checkpoint",
-            where=name,
-            remedy="train with ordinary tensors or DTensors, or compile this step with backend='inductor'",
-        )
-
-
 def refuse_devices(optimizer: Optimizer) -> None:
     """Raise for low-precision parameters on a device that is known not to work, before the first step."""
     for name, parameter in parameter_names(optimizer):
-        if is_low_precision(parameter.dtype) and parameter.device.type in DEVICES:
+        if is_low_precision(parameter.dtype) and parameter.device.type in graph.DEVICES:
             _refuse_device(parameter, name)
 
 
 def _refuse_device(tensor: Tensor, name: str) -> None:
-    if refused := device_facts(tensor.device).refused:
+    if refused := graph.device_facts(tensor.device).refused:
         kind = "low-precision" if is_low_precision(tensor.dtype) else "packed"
-        raise UnsupportedTensorError(
-            f"{kind} state on device {tensor.device}; supported: {', '.join(SUPPORTED)}. {refused}",
+        raise errors.UnsupportedTensorError(
+            f"{kind} state on device {tensor.device}; supported: {', '.join(graph.SUPPORTED)}. {refused}",
             where=name,
             remedy="move the model to a supported device, or compile this step with backend='inductor'",
         )
 
 
-def _aliased(where: str) -> AliasedStateError:
-    return AliasedStateError(
+def _aliased(where: str) -> errors.AliasedStateError:
+    return errors.AliasedStateError(
         "several tensors of this step share memory and at least one of them is updated, so that an error "
         "term would belong to two tensors at once",
         where=where,
@@ -326,9 +258,9 @@ def _aliased(where: str) -> AliasedStateError:
 def _sharing_memory(known: Iterable[KnownTensor]) -> list[str]:
     groups: dict[int, list[str]] = {}
     for entry in known:
-        tensor = local_tensor(entry.tensor)
+        tensor = torch_compat.local_tensor(entry.tensor)
         if tensor.layout is torch.strided and is_low_precision(tensor.dtype):
-            groups.setdefault(storage_of(tensor), []).append(entry.name)
+            groups.setdefault(torch_compat.storage_of(tensor), []).append(entry.name)
     return next((names for names in groups.values() if len(names) > 1), [])
 
 
@@ -345,15 +277,15 @@ def remember_state(optimizer: Optimizer, trace: Any) -> None:
 
     Dynamo lets the optimizers of torch.optim initialise their state (zeros) while it traces them.
     """
-    before = records.find(optimizer, _BeforeTrace)
+    before = torch_compat.records.find(optimizer, _BeforeTrace)
     if before is None or before.trace != trace:
         known = {id(key): has_state(optimizer, key) for key in optimizer.state}
-        records.put(optimizer, _BeforeTrace(trace, known))
+        torch_compat.records.put(optimizer, _BeforeTrace(trace, known))
 
 
 def forget_new_state(optimizer: Optimizer) -> None:
     """Remove the state of a refused step: state that was initialised since :func:`remember_state`."""
-    if (before := records.find(optimizer, _BeforeTrace)) is not None:
+    if (before := torch_compat.records.find(optimizer, _BeforeTrace)) is not None:
         for key in list(optimizer.state):
             had_state = before.known.get(id(key))
             if had_state is None or (not had_state and has_state(optimizer, key)):

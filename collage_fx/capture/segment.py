@@ -1,7 +1,8 @@
-"""Recorded operations of a step, and their components as functions and graphs."""
+"""Recorded operations of a step and their operators; components of them as functions and graphs."""
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import operator
 import sys
@@ -14,20 +15,90 @@ from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import map_aggregate
 
-from collage_fx.capture.signatures import Signature
+from collage_fx import torch_compat
 from collage_fx.errors import UnsupportedTensorError
-from collage_fx.graph import components
-from collage_fx.torch_compat import (
-    SymbolicScope,
-    disabled_torch_function,
-    references_by_torch,
-    wrapper_subclass,
+from collage_fx.graph import (
+    components,
+    depends_on_values,
+    drawn_range,
+    facts_of,
+    foreach_name,
+    foreach_rule,
+    ignores_values,
 )
+from collage_fx.torch_compat import SymbolicScope, wrapper_subclass
 
 aten = torch.ops.aten
 
 #: Sizes that may be symbols in a graph; PyTorch specializes 0 and 1, negative indices and ends of slices.
 SIZES = range(2, 1 << 62)
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Signature:
+    """Facts about an operator's schema. There is one object for each operator."""
+
+    operator: Any
+    names: tuple[str, ...]  # of its arguments
+    quantities: tuple[str, ...]  # meaning of a number in each argument: see :func:`_quantity`
+    writes: tuple[str, ...]  # names of the arguments that it overwrites
+    results: tuple[tuple[str, str], ...]  # each ("new", ""), ("same", argument) or ("view", argument)
+    returns_several: bool  # a tuple or a list
+    reads_no_values: bool  # whether its result is independent of the elements of its arguments
+    is_immediate: bool  # executed rather than recorded: see :func:`~collage_fx.graph.depends_on_values`
+    element_rule: Callable[..., Any] | None  # of a ``_foreach_`` operator, for one element
+
+    def __repr__(self) -> str:
+        return str(self.operator)
+
+
+@functools.cache
+def signature_of(operator: Any) -> Signature:
+    """Return the signature of an ATen operator."""
+    schema = torch_compat.schema_of(operator)
+    arguments, returns = schema.arguments, schema.returns
+    aliases = {each.name: each.alias_info for each in arguments if each.alias_info is not None}
+    aliased = {frozenset(alias.before_set): name for name, alias in aliases.items()}
+    first = arguments[0].name if arguments else ""
+    # A view of a whole real tensor is executed at once: most steps make one at every access of ``.data``.
+    is_whole_view = operator.is_view and facts_of(operator).passes == 0 and len(arguments) == 1
+    results = []
+    for alias in (result.alias_info for result in returns):
+        if alias is not None and alias.is_write:
+            results.append(("same", aliased[frozenset(alias.before_set)]))
+        else:
+            results.append(("view", first) if operator.is_view else ("new", ""))
+    return Signature(
+        operator,
+        names=tuple(argument.name for argument in arguments),
+        quantities=tuple(_quantity(argument.real_type) for argument in arguments),
+        writes=tuple(name for name, alias in aliases.items() if alias.is_write),
+        results=tuple(results),
+        returns_several=len(returns) > 1 or any("List" in str(result.type) for result in returns),
+        reads_no_values=is_whole_view or ignores_values(operator),
+        is_immediate=depends_on_values(operator),
+        element_rule=foreach_rule(foreach_name(operator).removesuffix("_")),
+    )
+
+
+def _quantity(kind: Any) -> str:
+    """Return the meaning of a number in an argument: "number" to calculate with, "size", "" for others."""
+    if kind.kind() in ("ListType", "OptionalType"):
+        return _quantity(kind.getElementType())
+    kinds = {"NumberType": "number", "FloatType": "number", "TensorType": "number", "SymIntType": "size"}
+    return kinds.get(kind.kind(), "")
+
+
+def draws_16_bits(operator: Any, args: Any, kwargs: dict[str, Any]) -> bool:
+    """Return whether a call draws random numbers for stochastic rounding of float32 to bfloat16."""
+    return drawn_range(operator, args, kwargs) == (0, 1 << 16) and kwargs.get("generator") is None
+
+
+def is_index_of_integers(operator: Any, args: Any) -> bool:
+    """Return whether a call selects elements by index, so that its result's shape is known; not by a mask."""
+    return operator is torch.ops.aten.index.Tensor and not any(
+        index is not None and index.dtype in (torch.bool, torch.uint8) for index in args[1]
+    )
 
 
 class Spec(NamedTuple):
@@ -61,7 +132,7 @@ class Deferred(Tensor):
     operation does that asked for its value.
     """
 
-    __torch_function__ = disabled_torch_function
+    __torch_function__ = torch_compat.disabled_torch_function
     spec: Spec
     value: int  # number of the tensor in the recorder's segment
     executed: Tensor | None = None  # holds the values
@@ -245,7 +316,7 @@ class Segment:
             number
             for number, value in deferred
             if sys.getrefcount(value.tensor)
-            > UNREFERENCED + (references_by_torch(value.tensor) if by_python else 0)
+            > UNREFERENCED + (torch_compat.references_by_torch(value.tensor) if by_python else 0)
         ]
 
     def real(self, number: int) -> Tensor:
@@ -262,16 +333,13 @@ class Segment:
 
     def components(self, kept: Sequence[int]) -> list[tuple[list[Operation], list[int]]]:
         """Split the operations into components without a common tensor, each with its results to be kept."""
-        found = components(
-            self.operations,
-            lambda each: (v for v in (*each.results, *each.tensors) if not self._is_shared_scalar(v)),
-        )
+
+        def connects(value: int) -> bool:  # a shared scalar, such as a learning rate, does not
+            return not self.is_input(value) or value in self.written or self.values[value].tensor.dim() > 0
+
+        found = components(self.operations, lambda op: filter(connects, (*op.results, *op.tensors)))
         bases = {self.base(value) for value in kept}
         return [(each, [r for operation in each for r in operation.results if r in bases]) for each in found]
-
-    def _is_shared_scalar(self, value: int) -> bool:
-        """Return whether a value, such as a learning rate, does not connect the updates that read it."""
-        return self.is_input(value) and value not in self.written and self.values[value].tensor.dim() == 0
 
 
 _lonely = _Value(object(), Spec((), (), torch.float32, torch.device("cpu")), 0)
@@ -282,14 +350,8 @@ UNREFERENCED = sys.getrefcount(_lonely.tensor)
 class RecordedFunction:
     """Component of recorded operations as a function of tensors, numbers and sizes.
 
-    Args:
-        kept: numbers of its results that are needed; they have become real tensors.
-        kind_of: see :class:`~collage_fx.capture.recorder.Recorder`.
-
-    Attributes:
-        values: numbers of the tensors: of inputs, then of results.
-        tensors: inputs, then the tensors that the results are written to.
-        form: key of the function, whatever its numbers and sizes.
+    ``kept`` are the numbers of its results that are needed, which have become real tensors. For ``kind_of``
+    see :class:`~collage_fx.capture.recorder.Recorder`.
     """
 
     def __init__(
@@ -310,8 +372,9 @@ class RecordedFunction:
         self.inputs: list[int] = []
         self._order: dict[int, int] = {}
         self.described = tuple(map(self._describe, operations))  # whatever kind of tensors they read
-        self.values = (*self.inputs, *kept)
+        self.values = (*self.inputs, *kept)  # numbers of its tensors
         values = [segment.values[value] for value in self.values]
+        #: Inputs, then the tensors that the results are written to.
         self.tensors: list[Tensor] = [real(value.tensor) for value in values]
         self._kinds: list[Any] = []
         self.look_at(kind_of, len(values))
@@ -325,6 +388,7 @@ class RecordedFunction:
             for value, tensor in zip(self.values[:count], self.tensors, strict=False)
         ]
         kept = tuple(self._order[value] for value in self.kept)
+        #: Key of the function, whatever its numbers and sizes.
         self.form = (self.described, kept, tuple(self._kinds), torch.get_default_dtype())
 
     def _describe(self, operation: Operation) -> tuple[Any, ...]:
@@ -355,11 +419,6 @@ class RecordedFunction:
             return self.tensors
         values = zip(self.values, self.tensors, strict=True)
         return [tensor for value, tensor in values if value not in self.bound]
-
-    def operators_of(self, numbers: Collection[int]) -> set[Signature]:
-        """Return the operators that calculate with the numbers at some positions."""
-        operators = [each.signature for each in self.operations for _ in each.numbers]
-        return {operators[position] for position in numbers}
 
     def module(self, inputs: Collection[int], *, takes_sizes: bool, scope: SymbolicScope) -> GraphModule:
         """Build a graph of the function, with its tensors as inputs, then numbers, then sizes.

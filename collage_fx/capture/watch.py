@@ -16,7 +16,7 @@ nothing in a step that is compiled already:
   raises (:func:`record_instead`), and where a step may ask for classes that Dynamo does not see
   (:func:`_record_if_classes_matter`). In the middle of a step, the rest of the step is recorded
   (``recording.beginning_here``): what came before was compensated. Steps that torch has not wrapped, and
-  functions that update weights in lines of their own (``updates.py``), are recorded from the break to the end
+  functions that update weights in lines of their own (``source.py``), are recorded from the break to the end
   of the call of what ``torch.compile`` returned (``recording.beginning_in_call``), if they are called without
   gradients; with gradients they may differentiate, and are refused. A break in a closure, or in a function
   that updates nothing itself, leaves the update whole. (Dynamo can resume loops after a break, but then reads
@@ -56,110 +56,24 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from collage_fx import errors, state, torch_compat
+from collage_fx.capture import recording, refusals
 from collage_fx.capture.compiled import CompiledCode, compiling_for
-from collage_fx.capture.members import (
+from collage_fx.capture.numbers import scheduled_numbers
+from collage_fx.capture.recorder import is_recording
+from collage_fx.capture.recording import Request, beginning_in_call, is_recordable, is_recorded
+from collage_fx.capture.rows import (
+    Rows,
     add_stand_ins,
-    all_come_and_go,
-    depends_on_sizes,
-    give_up_rows,
-    has_stand_ins,
-    members_come_and_go,
+    is_of_concern,
     note_gradients,
     remove_stand_ins,
+    rows_to_trace,
 )
-from collage_fx.capture.numbers import scheduled_numbers
-from collage_fx.capture.progress import show_progress
-from collage_fx.capture.recorder import is_recording
-from collage_fx.capture.recording import (
-    Recorded,
-    Request,
-    beginning_again,
-    beginning_here,
-    beginning_in_call,
-    is_in_closure,
-    is_recordable,
-    is_recorded,
-    is_switch,
-    reason_to_record,
-    record,
-    stop_recording,
-    switch,
-)
-from collage_fx.capture.refusals import (
-    CALL_INIT,
-    forget_new_state,
-    refuse_optimizer,
-    refuse_uninitialized,
-    refuse_unknown_torch,
-    remember_state,
-)
-from collage_fx.capture.thinning import is_of_concern, rows_to_trace
-from collage_fx.capture.updates import line_that_updates, within_reach
-from collage_fx.errors import (
-    CollageError,
-    EagerStepError,
-    GraphBreakError,
-    RecompileLimitError,
-    UnsupportedOptimizerError,
-    raise_or_warn,
-)
+from collage_fx.capture.source import line_that_updates, within_reach
 from collage_fx.numerics import is_low_precision
-from collage_fx.state import (
-    adopt,
-    carry_along,
-    has_error_terms,
-    held_optimizers,
-    is_adopted,
-    note_eager_step,
-    note_held,
-    optimizers_among,
-    parameter_names,
-    record_of,
-    records_version,
-    settle_replaced,
-    times_loaded,
-    unpack_state,
-)
-from collage_fx.torch_compat import (
-    ConvertAgain,
-    GraphBreak,
-    Place,
-    RunEagerly,
-    ThinnedLists,
-    Watch,
-    backend_being_traced_for,
-    backend_within,
-    base_of,
-    before_eager_steps,
-    calls_compiled_function,
-    compiled_callables_on_the_stack,
-    compiled_callables_within,
-    current_trace,
-    drop_code,
-    dynamo_recompile_limit,
-    has_foreign_step,
-    is_being_stepped,
-    is_class_traced,
-    is_compiling_forbidden,
-    is_in_own_step,
-    is_of_torch_optim,
-    is_step_of,
-    is_step_wrapper,
-    is_torchs_step,
-    is_traced_whole,
-    is_traced_without_wrapper,
-    key_of_code,
-    local_tensor,
-    own_step,
-    records,
-    sharding_of,
-    thinned_lists,
-    trace_unfused,
-    traced_frame_variables,
-    true_step,
-    watch_conversions,
-    wrapped_steps_on_the_stack,
-)
+from collage_fx.state import has_error_terms, times_loaded
+from collage_fx.torch_compat import GraphBreak, ThinnedLists, is_being_stepped, is_class_traced, own_step
 
 log = logging.getLogger("collage_fx")
 
@@ -209,14 +123,14 @@ class _Facts:
 
 def _request(optimizer: Optimizer, request: Request, *, is_compiled: bool = False) -> _Requested:
     """Ask for compensated steps of an optimizer, unless somebody has; return the request."""
-    requested = records.find(optimizer, _Requested)
-    return requested or records.put(optimizer, _Requested(request, is_compiled))
+    requested = torch_compat.records.find(optimizer, _Requested)
+    return requested or torch_compat.records.put(optimizer, _Requested(request, is_compiled))
 
 
 def start_watch() -> None:
     """Start watching Dynamo and eager steps. A second call replaces the first."""
-    watch_conversions(
-        Watch(
+    torch_compat.watch_conversions(
+        torch_compat.Watch(
             lambda backend: hasattr(backend, "stands_for") or hasattr(backend, "compensates"),
             Request.of,
             _before_conversion,
@@ -233,33 +147,33 @@ def start_watch() -> None:
             _before_call,
         )
     )
-    before_eager_steps(_before_eager_step)
+    torch_compat.before_eager_steps(_before_eager_step)
 
 
 def _request_now() -> Request | None:
-    return Request.of(*backend_being_traced_for())
+    return Request.of(*torch_compat.backend_being_traced_for())
 
 
-trace_unfused(lambda: _request_now() is not None)
+torch_compat.trace_unfused(lambda: _request_now() is not None)
 
 
 def note_forward(inputs: Iterable[Any]) -> None:
     """Note the parameters that a differentiated graph reads: eager steps of them are reported."""
     for each in inputs:
         if isinstance(each, torch.nn.Parameter) and each.requires_grad and is_low_precision(each.dtype):
-            records.of(each, _ReadForward)
+            torch_compat.records.of(each, _ReadForward)
 
 
 # -- Dynamo begins to trace through an optimizer
 
 
-def _at_trace(optimizer: Optimizer) -> Iterable[Place] | None:
+def _at_trace(optimizer: Optimizer) -> Iterable[torch_compat.Place] | None:
     """Return the optimizer's scheduled numbers for a trace of ours, else None; raise for a refused step."""
     request = _request_now()
     if request is None:
         return None
-    remember_state(optimizer, current_trace())
-    unpack_state(optimizer)
+    refusals.remember_state(optimizer, torch_compat.current_trace())
+    state.unpack_state(optimizer)
     _record_if_classes_matter(optimizer, request)
     _adopt(optimizer, strict=request.strict)
     _is_refused(optimizer, strict=request.strict)
@@ -274,47 +188,47 @@ def _record_if_classes_matter(optimizer: Optimizer, request: Request) -> None:
     Dynamo takes a parameter for a ``Parameter``, and so compiles another branch than Python takes. The steps
     of torch.optim ask for no class.
     """
-    if is_of_torch_optim(type(optimizer).step):
+    if torch_compat.is_of_torch_optim(type(optimizer).step):
         return
-    unknown = next((each for each in parameter_names(optimizer) if not is_class_traced(each[1])), None)
+    unknown = next((each for each in state.parameter_names(optimizer) if not is_class_traced(each[1])), None)
     if unknown is None:
         return
     if is_recorded(optimizer):  # of a function in which it was not found before the trace
-        raise RunEagerly
+        raise torch_compat.RunEagerly
     name, kind = unknown[0], type(unknown[1]).__qualname__
     record_instead([optimizer], request, f"Dynamo takes a parameter of class {kind} for a Parameter")
-    refusal = UnsupportedOptimizerError(
+    refusal = errors.UnsupportedOptimizerError(
         f"a parameter of class {kind}, which Dynamo takes for a Parameter: a step that asks for the class "
         f"would take another branch. The step of {type(optimizer).__name__} cannot be recorded",
         where=name,
-        remedy=CALL_INIT,
+        remedy=refusals.CALL_INIT,
     )
-    raise_or_warn(optimizer, refusal, strict=request.strict)
+    errors.raise_or_warn(optimizer, refusal, strict=request.strict)
 
 
 def _rows_to_trace(optimizer: Optimizer, rows: tuple[tuple[Any, ...], ...]) -> ThinnedLists | None:
     """Choose the rows of an optimizer's lists that Dynamo is to trace; None for all."""
-    request = _request_now()
+    request, facts = _request_now(), Rows.of(optimizer)
     traced = None
     if request is not None and (options := request.backend.options).not_by_family() is None:
-        come_and_go = has_stand_ins(optimizer) or members_come_and_go(optimizer)
-        any_size = not (options.asks_for_sizes or depends_on_sizes(optimizer))
+        come_and_go = bool(facts.standing_in) or facts.come_and_go
+        any_size = not (options.asks_for_sizes or facts.depend_on_sizes)
         traced = rows_to_trace(
             optimizer, rows, come_and_go=come_and_go, packs=options.takes_float32, any_size=any_size
         )
-    if traced is None and has_stand_ins(optimizer):
-        give_up_rows(optimizer)
-        forget_new_state(optimizer)
-        raise ConvertAgain(whole=True)
+    if traced is None and facts.standing_in:
+        facts.are_understood = False
+        refusals.forget_new_state(optimizer)
+        raise torch_compat.ConvertAgain(whole=True)
     return traced
 
 
 def _is_refused(optimizer: Optimizer, *, strict: bool) -> bool:
     """Raise if an optimizer's steps are refused and ``strict``; else warn, and return whether they are."""
     try:
-        refuse_optimizer(optimizer)
-    except CollageError as refusal:
-        raise_or_warn(optimizer, refusal, strict=strict)
+        refusals.refuse_optimizer(optimizer)
+    except errors.CollageError as refusal:
+        errors.raise_or_warn(optimizer, refusal, strict=strict)
         return True
     return False
 
@@ -324,44 +238,48 @@ def _is_refused(optimizer: Optimizer, *, strict: bool) -> bool:
 
 def _before_conversion(request: Request, code: CodeType, variables: Mapping[str, Any]) -> None:
     """Leave recorded steps to Python; record steps, or refuse them, at the limit of compilations."""
-    refuse_unknown_torch()
-    if is_recording() or is_switch(code):
-        raise RunEagerly(always=is_switch(code))
-    if (begin := beginning_again()) is not None:
-        raise RunEagerly(begin=begin)
+    refusals.refuse_unknown_torch()
+    if is_recording() or recording.is_switch(code):
+        raise torch_compat.RunEagerly(always=recording.is_switch(code))
+    if (begin := recording.beginning_again()) is not None:
+        raise torch_compat.RunEagerly(begin=begin)
     # The optimizers that a function is about to step, if it is torch's wrapper around a step.
-    for optimizer in optimizers_among(variables).values() if is_step_wrapper(code) else ():
-        if switch(optimizer):
-            raise RunEagerly  # Dynamo would look at the wrapper's variables as they were
-        if not is_recorded(optimizer) and (reason := reason_to_record(optimizer)):
-            record(optimizer, request, reason)
+    for optimizer in state.optimizers_among(variables).values() if torch_compat.is_step_wrapper(code) else ():
+        if recording.switch(optimizer):
+            raise torch_compat.RunEagerly  # Dynamo would look at the wrapper's variables as they were
+        if not is_recorded(optimizer) and (reason := recording.reason_to_record(optimizer)):
+            recording.record(optimizer, request, reason)
         if is_recorded(optimizer):
-            raise RunEagerly
+            raise torch_compat.RunEagerly
     too_often = [subject for subject in _subjects(code, variables) if _is_at_limit(subject, code)]
     for subject in too_often:
         if not (isinstance(subject, Optimizer) and is_recordable(subject)):
-            raise_or_warn(subject, _too_many(subject, code), strict=request.strict)
-        elif not is_recorded(subject) and (is_step_wrapper(code) or not is_being_stepped(subject)):
-            record(subject, request, _too_many(subject, code).met)
+            errors.raise_or_warn(subject, _too_many(subject, code), strict=request.strict)
+        elif not is_recorded(subject) and (
+            torch_compat.is_step_wrapper(code) or not is_being_stepped(subject)
+        ):
+            recording.record(subject, request, _too_many(subject, code).met)
     if any(isinstance(subject, Optimizer) and is_recorded(subject) for subject in too_often):
-        raise RunEagerly
+        raise torch_compat.RunEagerly
 
 
 @contextmanager
 def _within_conversion(compiler: Any, code: CodeType, variables: Mapping[str, Any]) -> Iterator[None]:
     """Context manager: show the compilation of a step; members without a gradient have a placeholder."""
-    optimizers = optimizers_among(variables).values()
+    optimizers = state.optimizers_among(variables).values()
     stepped = next(iter(optimizers), None)
     with ExitStack() as stack:
         stack.callback(remove_stand_ins, optimizers)
         for optimizer in optimizers:
-            if is_torchs_step(optimizer, code, variables):
+            if torch_compat.is_torchs_step(optimizer, code, variables):
                 note_gradients(optimizer)
-                if not is_traced_whole():
+                if not torch_compat.is_traced_whole():
                     add_stand_ins(optimizer)
         if stepped is not None:
-            stack.enter_context(show_progress(type(stepped).__name__, log=is_step_wrapper(code)))
-        compiled = records.of(compiler, CompiledCode)
+            stack.enter_context(
+                recording.show_progress(type(stepped).__name__, in_log=torch_compat.is_step_wrapper(code))
+            )
+        compiled = torch_compat.records.of(compiler, CompiledCode)
         compiled.codes[id(code)] = code
         stack.enter_context(compiling_for(compiled))
         token = _conversion.set((stack, torch.is_grad_enabled()))
@@ -370,7 +288,7 @@ def _within_conversion(compiler: Any, code: CodeType, variables: Mapping[str, An
             yield
         except (KeyboardInterrupt, SystemExit):  # no step has been taken, and maybe none will be
             for optimizer in optimizers:
-                forget_new_state(optimizer)
+                refusals.forget_new_state(optimizer)
             raise
 
 
@@ -385,7 +303,7 @@ def _gradients_with_sizes(optimizer: Optimizer) -> Iterator[None]:
     Since torch 2.13 the sizes of a gradient are symbols, for Dynamo and for AOTAutograd, if the gradient is a
     view and its parameter is not. Meanwhile another tensor of the same memory replaces the gradient.
     """
-    parameters = [parameter for _, parameter in parameter_names(optimizer)]
+    parameters = [parameter for _, parameter in state.parameter_names(optimizer)]
     views = [(p, p.grad) for p in parameters if p.grad is not None and _is_view_of_its_own(p.grad, p)]
     for parameter, gradient in views:
         parameter.grad = gradient.detach()
@@ -400,9 +318,9 @@ def _is_view_of_its_own(gradient: Tensor, parameter: Tensor) -> bool:
     """Return whether a gradient that needs no gradient is a view although its parameter is none."""
     if gradient.requires_grad:
         return False
-    if sharding_of(gradient) is not None:
-        return base_of(local_tensor(gradient)) is not None
-    return base_of(gradient) is not None and base_of(parameter) is None
+    if torch_compat.sharding_of(gradient) is not None:
+        return torch_compat.base_of(torch_compat.local_tensor(gradient)) is not None
+    return torch_compat.base_of(gradient) is not None and torch_compat.base_of(parameter) is None
 
 
 def _at_failed_conversion(
@@ -414,7 +332,7 @@ def _at_failed_conversion(
     steps are slower, and a failure can have another reason than the optimizer: hence a warning.
     """
     reason = f"capturing them failed with {type(error).__name__}: {error}"
-    record_instead(optimizers_among(variables).values(), request, reason, level=logging.WARNING)
+    record_instead(state.optimizers_among(variables).values(), request, reason, level=logging.WARNING)
 
 
 def record_instead(
@@ -429,72 +347,72 @@ def record_instead(
         o for o in optimizers if is_recordable(o) and not is_recorded(o) and not is_being_stepped(o)
     ]
     for optimizer in recordable:
-        record(optimizer, request, reason, level=level)
+        recording.record(optimizer, request, reason, level=level)
     if recordable:
-        raise ConvertAgain
-    if (begin := beginning_here(request, reason, level=level)) is not None:
-        raise RunEagerly(begin=begin)
+        raise torch_compat.ConvertAgain
+    if (begin := recording.beginning_here(request, reason, level=level)) is not None:
+        raise torch_compat.RunEagerly(begin=begin)
 
 
 def _after_conversion(request: Request, compiler: Any, code: CodeType, variables: Mapping[str, Any]) -> None:
     """Count a compilation; at the limit, record the step that Python is in, from the next call on."""
     for subject in _subjects(code, variables):
         if _is_at_limit(subject, code) and isinstance(subject, Optimizer) and is_recordable(subject):
-            record(subject, request, _too_many(subject, code).met)
-        records.of(subject, _Compilations)[_compilation_key(subject, code)] += 1
+            recording.record(subject, request, _too_many(subject, code).met)
+        torch_compat.records.of(subject, _Compilations)[_compilation_key(subject, code)] += 1
         if isinstance(subject, Optimizer):
-            records.of(compiler, CompiledCode).stepped[id(subject)] = ref(subject)
-            note_held(subject)
+            torch_compat.records.of(compiler, CompiledCode).stepped[id(subject)] = ref(subject)
+            state.note_held(subject)
 
 
 def _before_call(compiler: Any) -> None:
     """Check for replaced tensors of the optimizers that a compiled callable steps; drop stale code."""
-    if (compiled := records.find(compiler, CompiledCode)) is None:
+    if (compiled := torch_compat.records.find(compiler, CompiledCode)) is None:
         return
     if compiled.is_stale:
-        records.drop(compiler, CompiledCode)
+        torch_compat.records.drop(compiler, CompiledCode)
         for code in compiled.codes.values():
-            drop_code(code)
+            torch_compat.drop_code(code)
     for reference in [*compiled.stepped.values()]:
         optimizer = reference()
         if optimizer is not None and not is_recorded(optimizer):  # recorded steps check for themselves
-            settle_replaced(optimizer)
+            state.settle_replaced(optimizer)
 
 
 def _done(subject: Optimizer | CodeType, code: CodeType) -> int:
-    return records.of(subject, _Compilations)[_compilation_key(subject, code)]
+    return torch_compat.records.of(subject, _Compilations)[_compilation_key(subject, code)]
 
 
 def _is_at_limit(subject: Optimizer | CodeType, code: CodeType) -> bool:
-    is_a_step = is_step_wrapper(code) or (isinstance(subject, Optimizer) and is_step_of(subject, code))
-    return _done(subject, code) >= dynamo_recompile_limit() * (1 if is_a_step else COMPILATIONS)
+    is_a_step = torch_compat.is_step_wrapper(code) or (
+        isinstance(subject, Optimizer) and torch_compat.is_step_of(subject, code)
+    )
+    return _done(subject, code) >= torch_compat.dynamo_recompile_limit() * (1 if is_a_step else COMPILATIONS)
 
 
 def _compilation_key(subject: Optimizer | CodeType, code: CodeType) -> tuple[Hashable, int]:
     """Return the key to count compilations by; loading an optimizer starts a new count."""
-    return key_of_code(code), times_loaded(subject) if isinstance(subject, Optimizer) else 0
+    return torch_compat.key_of_code(code), times_loaded(subject) if isinstance(subject, Optimizer) else 0
 
 
 def _subjects(code: CodeType, variables: Mapping[str, Any]) -> list[Optimizer | CodeType]:
-    """Return the subjects to count a function's compilations for: its optimizers, or else its code."""
-    return list(optimizers_among(variables).values()) or [_wrapped_code(code, variables)]
+    """Return the subjects to count a function's compilations for: its optimizers, or else its code.
 
-
-def _wrapped_code(code: CodeType, variables: Mapping[str, Any]) -> CodeType:
-    """Return the code of the function that a decorator's wrapper calls, or else the code itself.
-
-    All functions that a decorator wraps have one code, that of its wrapper. Dynamo compiles functions that a
-    file of torch defines, such as those of ``torch.no_grad``, in a wrapper of its own.
+    All functions that a decorator wraps have one code, that of its wrapper: the code inside counts then.
+    Dynamo compiles functions that a file of torch defines, such as those of ``torch.no_grad``, in a wrapper
+    of its own.
     """
+    if optimizers := state.optimizers_among(variables).values():
+        return [*optimizers]
     if code.co_flags & inspect.CO_VARARGS and code.co_flags & inspect.CO_VARKEYWORDS:
         closed_over = [variables.get(name) for name in code.co_freevars]
         functions = [each for each in closed_over if isinstance(each, FunctionType)]
         if len(functions) == 1:
-            return cast(FunctionType, inspect.unwrap(functions[0])).__code__
-    return code
+            return [cast(FunctionType, inspect.unwrap(functions[0])).__code__]
+    return [code]
 
 
-def _too_many(subject: Optimizer | CodeType, code: CodeType) -> CollageError:
+def _too_many(subject: Optimizer | CodeType, code: CodeType) -> errors.CollageError:
     named, of, in_a_trainer = code, f"of {type(subject).__name__} ", ""
     if isinstance(subject, CodeType):  # perhaps a trainer's step, which runs the model as a closure
         named, of = subject, ""
@@ -502,7 +420,7 @@ def _too_many(subject: Optimizer | CodeType, code: CodeType) -> CollageError:
             ". In a trainer use its callback instead of torch.compile: CollageCallback of "
             "collage_fx.integrations.lightning or .transformers"
         )
-    return RecompileLimitError(
+    return errors.RecompileLimitError(
         f"this function {of}has been compiled {_done(subject, code)} times; this call would compile it again",
         where=f"{named.co_name} ({named.co_filename}:{named.co_firstlineno})",
         remedy="find out what changes with TORCH_LOGS=recompiles. Pass a number that "
@@ -522,12 +440,12 @@ def expect_some_gradients(optimizer: Optimizer, backend: Any) -> bool:
         a DTensor's gradient that None does not pass.
     """
     request = Request.of(backend, {})
-    is_cut = any(sharding_of(p) is not None for _, p in parameter_names(optimizer))
-    if request is not None and is_traced_without_wrapper(optimizer):
-        all_come_and_go(optimizer)
+    is_cut = any(torch_compat.sharding_of(p) is not None for _, p in state.parameter_names(optimizer))
+    if request is not None and torch_compat.is_traced_without_wrapper(optimizer):
+        Rows.of(optimizer).changes = 2  # all are members from the start
         return is_cut
     if request is not None and not is_cut and not is_recorded(optimizer):
-        record(optimizer, request, "it is stepped for some parameters at a time")
+        recording.record(optimizer, request, "it is stepped for some parameters at a time")
     return False
 
 
@@ -537,10 +455,10 @@ def expect_some_gradients(optimizer: Optimizer, backend: Any) -> bool:
 def _at_graph_break(code: CodeType, graph_break: GraphBreak) -> None:
     """Record the optimizer whose update a graph break is in, or refuse it, or trace all of its rows."""
     _record_or_refuse(code, graph_break)
-    if lists := thinned_lists():
+    if lists := torch_compat.thinned_lists():
         for each in lists:
-            forget_new_state(each.optimizer)
-        raise ConvertAgain(whole=True)
+            refusals.forget_new_state(each.optimizer)
+        raise torch_compat.ConvertAgain(whole=True)
 
 
 def _record_or_refuse(code: CodeType, graph_break: GraphBreak) -> None:
@@ -551,7 +469,7 @@ def _record_or_refuse(code: CodeType, graph_break: GraphBreak) -> None:
         _record_or_refuse_function(code, graph_break, request)
         return
     is_of_concern = _has_updates_of_concern(request, optimizer)
-    if (graph_break.is_in_closure or is_in_closure()) and is_being_stepped(optimizer):
+    if (graph_break.is_in_closure or recording.is_in_closure()) and is_being_stepped(optimizer):
         return  # what follows the closure is captured by itself
     if is_of_concern and _is_refused(optimizer, strict=request.strict):
         return  # Dynamo may not have traced a line of the step
@@ -560,32 +478,33 @@ def _record_or_refuse(code: CodeType, graph_break: GraphBreak) -> None:
         return  # its own step is like any function that steps an optimizer
     if can_be_recorded:
         if not is_recorded(optimizer):
-            facts = records.of(optimizer, _Facts)
+            facts = torch_compat.records.of(optimizer, _Facts)
             if graph_break.is_exception and not facts.is_traced_again:
                 facts.is_traced_again = True
-                forget_new_state(optimizer)
-                raise ConvertAgain  # Dynamo has called _init_group, and sees its entries in groups only now
-            record(optimizer, request, graph_break.reason)
-        if is_step_wrapper(code):
-            raise RunEagerly
+                refusals.forget_new_state(optimizer)
+                # Dynamo has called _init_group, and sees its entries in groups only now.
+                raise torch_compat.ConvertAgain
+            recording.record(optimizer, request, graph_break.reason)
+        if torch_compat.is_step_wrapper(code):
+            raise torch_compat.RunEagerly
         return
-    begin = beginning_here(request, graph_break.reason)
+    begin = recording.beginning_here(request, graph_break.reason)
     if (begin := begin or beginning_in_call(request, graph_break.reason, [optimizer])) is not None:
-        raise RunEagerly(begin=begin)
+        raise torch_compat.RunEagerly(begin=begin)
     if not is_of_concern:
         return  # its parts are compiled, as by plain torch.compile
-    refusal = GraphBreakError(
+    refusal = errors.GraphBreakError(
         f"Dynamo cannot capture the step of {type(optimizer).__name__}, and would run a part "
         f"of it eagerly, without error terms: {graph_break.reason}",
         where=graph_break.where,
         remedy="call collage_fx.install(optimizer), and compile no part of its step"
         if is_recordable(optimizer)
         else "call collage_fx.install(optimizer) in place of torch.compile, which records such a step"
-        + (", below the line that sets optimizer.step" if has_foreign_step(optimizer) else ""),
+        + (", below the line that sets optimizer.step" if torch_compat.has_foreign_step(optimizer) else ""),
     )
     if request.strict:
-        forget_new_state(optimizer)
-    raise_or_warn(optimizer, refusal, strict=request.strict)
+        refusals.forget_new_state(optimizer)
+    errors.raise_or_warn(optimizer, refusal, strict=request.strict)
 
 
 def _record_or_refuse_function(code: CodeType, graph_break: GraphBreak, request: Request) -> None:
@@ -595,27 +514,27 @@ def _record_or_refuse_function(code: CodeType, graph_break: GraphBreak, request:
     """
     if graph_break.left is None or (line := line_that_updates(code)) is None:
         return
-    optimizers, weights = within_reach(traced_frame_variables())
-    held = [p for each in optimizers for _, p in parameter_names(each)]
+    optimizers, weights = within_reach(torch_compat.traced_frame_variables())
     packs = request.backend.options.takes_float32
-    if not any(is_of_concern(each, packs) for each in (*held, *weights)):
+    is_any = any(_has_updates_of_concern(request, each) for each in optimizers)
+    if not is_any and not any(is_of_concern(each, packs) for each in weights):
         return
     _, has_gradients = _conversion.get()
     if not has_gradients and (begin := beginning_in_call(request, graph_break.reason, optimizers, weights)):
-        raise RunEagerly(begin=begin)
-    refusal = GraphBreakError(
+        raise torch_compat.RunEagerly(begin=begin)
+    refusal = errors.GraphBreakError(
         f"Dynamo cannot capture {code.co_name}, and would run its updates of weights eagerly, without error "
         f"terms: {graph_break.reason}",
         where=f"{code.co_filename}:{line} in {code.co_name}",
         remedy=f"move the lines that update weights to a function that {code.co_name} calls, which is then "
         f"captured by itself; or put @torch.no_grad() before {code.co_name}, if it differentiates nothing",
     )
-    raise_or_warn(code, refusal, strict=request.strict)
+    errors.raise_or_warn(code, refusal, strict=request.strict)
 
 
 def _has_updates_of_concern(request: Request, optimizer: Optimizer) -> bool:
     packs = request.backend.options.takes_float32
-    return any(is_of_concern(parameter, packs) for _, parameter in parameter_names(optimizer))
+    return any(is_of_concern(parameter, packs) for _, parameter in state.parameter_names(optimizer))
 
 
 # -- compensated steps are asked for
@@ -630,7 +549,7 @@ def note_installed(optimizer: Optimizer, backend: Any) -> None:
     """Note that all steps of an optimizer are to be compensated from now on, if this backend compensates."""
     if (request := Request.of(backend, {})) is not None:
         _prepare(optimizer, request)
-        records.put(optimizer, _Requested(request))
+        torch_compat.records.put(optimizer, _Requested(request))
         _warn_of_wide_parameters(optimizer, backend)
 
 
@@ -640,8 +559,8 @@ def note_compiled_step(optimizer: Optimizer, request: Request) -> None:
     Exception: an eager step that itself calls compiled code.
     """
     _Requests.newest_is_strict = request.strict
-    if calls_compiled_function(optimizer):
-        records.of(optimizer, _Facts).calls_compiled = True
+    if torch_compat.calls_compiled_function(optimizer):
+        torch_compat.records.of(optimizer, _Facts).calls_compiled = True
         return
     requested = _request(optimizer, request)
     requested.is_compiled = True
@@ -651,27 +570,27 @@ def note_compiled_step(optimizer: Optimizer, request: Request) -> None:
 
 def forget_compiled_step(optimizer: Optimizer) -> None:
     """Forget that an optimizer's step was compiled: it may be stepped eagerly, or compiled, again."""
-    records.drop(optimizer, _Requested)
-    stop_recording(optimizer)
+    torch_compat.records.drop(optimizer, _Requested)
+    recording.stop_recording(optimizer)
 
 
 def not_compiled_yet(backend: Any) -> list[str]:
     """Return the classes of optimizers of low precision with requested, uncompiled steps, for a backend."""
     return [
         type(optimizer).__name__
-        for optimizer, requested in records.all_of(_Requested)
-        if not (requested.is_compiled or records.of(optimizer, Recorded).has_recorded)
+        for optimizer, requested in torch_compat.records.all_of(_Requested)
+        if not (requested.is_compiled or torch_compat.records.of(optimizer, recording.Recorded).has_recorded)
         and requested.request.backend is backend
-        and any(is_low_precision(parameter.dtype) for _, parameter in parameter_names(optimizer))
+        and any(is_low_precision(parameter.dtype) for _, parameter in state.parameter_names(optimizer))
     ]
 
 
 def _strict_in_copies(optimizer: Optimizer) -> bool | None:
-    requested = records.find(optimizer, _Requested)
+    requested = torch_compat.records.find(optimizer, _Requested)
     return requested.request.strict if requested is not None and requested.is_compiled else None
 
 
-carry_along(
+state.carry_along(
     "strict",
     _strict_in_copies,
     lambda copy, strict: _request(copy, Request(None, {}, strict), is_compiled=True),
@@ -683,12 +602,12 @@ def _at_torch_compile(backend: Any, keywords: dict[str, Any], function: Any) -> 
     _Requests.any_made = True
     try:
         request = Request.of(backend, keywords)
-    except CollageError:
+    except errors.CollageError:
         return  # an invalid option, which the first call raises
     if request is None:
         return
     for optimizer in _optimizers_of(function):
-        if not records.has(optimizer, _Requested):
+        if not torch_compat.records.has(optimizer, _Requested):
             _warn_of_wide_parameters(optimizer, request.backend)
         _request(optimizer, request)
         _prepare(optimizer, request)
@@ -697,13 +616,13 @@ def _at_torch_compile(backend: Any, keywords: dict[str, Any], function: Any) -> 
 def _prepare(optimizer: Optimizer, request: Request) -> None:
     """Make an optimizer save error terms; its steps, also of optimizers in it, may begin to be recorded."""
     _adopt(optimizer, strict=request.strict)
-    for each in (optimizer, *held_optimizers(optimizer)):
-        switch(each)
+    for each in (optimizer, *state.held_optimizers(optimizer)):
+        recording.switch(each)
 
 
 def _warn_of_wide_parameters(optimizer: Optimizer, backend: Any) -> None:
     """Log a warning if no parameter is of low precision, unless state of float32 parameters may be packed."""
-    parameters = [parameter for _, parameter in parameter_names(optimizer)]
+    parameters = [parameter for _, parameter in state.parameter_names(optimizer)]
     dtypes = {each.dtype for each in parameters}
     is_rewritten = any(is_of_concern(each, backend.options.takes_float32) for each in parameters)
     if parameters and not is_rewritten and dtypes <= {torch.float32, torch.float64}:
@@ -718,10 +637,10 @@ def _warn_of_wide_parameters(optimizer: Optimizer, backend: Any) -> None:
 def _adopt(optimizer: Optimizer, *, strict: bool) -> None:
     """Make an optimizer save and load error terms; raise, or warn, if loaded entries do not fit."""
     try:
-        refuse_uninitialized(optimizer)  # it may have no state
-        adopt(optimizer)
-    except CollageError as refusal:
-        raise_or_warn(optimizer, refusal, strict=strict)
+        refusals.refuse_uninitialized(optimizer)  # it may have no state
+        state.adopt(optimizer)
+    except errors.CollageError as refusal:
+        errors.raise_or_warn(optimizer, refusal, strict=strict)
 
 
 def _optimizers_of(function: Any) -> list[Optimizer]:
@@ -732,7 +651,7 @@ def _optimizers_of(function: Any) -> list[Optimizer]:
         around = inspect.getclosurevars(function)
     except (TypeError, ValueError):  # no function of Python's, or one with a variable that has no value yet
         return []
-    return list(optimizers_among({**around.globals, **around.nonlocals}).values())
+    return list(state.optimizers_among({**around.globals, **around.nonlocals}).values())
 
 
 # -- a step runs eagerly
@@ -742,13 +661,13 @@ def _before_eager_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     """Record, check or report a step that is about to run eagerly: a hook of all optimizers."""
     if is_recording() or is_recorded(optimizer):
         return
-    requested = records.find(optimizer, _Requested)
+    requested = torch_compat.records.find(optimizer, _Requested)
     call = next(_eager_calls(optimizer, requested), None)
     if call is not None:
         _record_eager_step(optimizer, *call)
         return
     if requested is None or not requested.is_compiled:
-        note_eager_step(optimizer)
+        state.note_eager_step(optimizer)
     if requested is not None:
         _check_bypassing_step(optimizer, requested)
     elif not _check_step_of_another(optimizer):
@@ -761,37 +680,37 @@ def _eager_calls(optimizer: Optimizer, requested: _Requested | None) -> Iterator
     The optimizer's step runs eagerly in them.
     """
     is_held = own_step(optimizer) is not None and is_recordable(optimizer)  # the class's step, by a wrapper
-    if requested is not None and (is_held or is_in_own_step(optimizer)):
-        yield true_step(optimizer), requested.request
-    found = list(compiled_callables_on_the_stack()) if _Requests.any_made else []
-    if is_compiling_forbidden():
-        found += compiled_callables_within(true_step(optimizer))
+    if requested is not None and (is_held or torch_compat.is_in_own_step(optimizer)):
+        yield torch_compat.true_step(optimizer), requested.request
+    found = list(torch_compat.compiled_callables_on_the_stack()) if _Requests.any_made else []
+    if torch_compat.is_compiling_forbidden():
+        found += torch_compat.compiled_callables_within(torch_compat.true_step(optimizer))
     for function, callback in found:
-        if (request := Request.of(*backend_within(callback))) is not None:
+        if (request := Request.of(*torch_compat.backend_within(callback))) is not None:
             yield function, request
 
 
 def _record_eager_step(optimizer: Optimizer, function: Any, request: Request) -> None:
-    low = (name for name, p in parameter_names(optimizer) if is_low_precision(p.dtype))
+    low = (name for name, p in state.parameter_names(optimizer) if is_low_precision(p.dtype))
     if (first := next(low, None)) is None:
         return
-    is_told = is_compiling_forbidden()
+    is_told = torch_compat.is_compiling_forbidden()
     outer = getattr(function, "__self__", optimizer)
     is_whole = not isinstance(outer, Optimizer) or outer is optimizer or is_recordable(outer)
-    is_within_another = wrapped_steps_on_the_stack(optimizer) > 1 or (is_told and not is_whole)
+    is_within_another = torch_compat.wrapped_steps_on_the_stack(optimizer) > 1 or (is_told and not is_whole)
     if is_within_another or not is_recordable(optimizer):
         subject = optimizer if is_whole else outer
-        refusal = EagerStepError(
+        refusal = errors.EagerStepError(
             f"torch runs the compiled step of {type(subject).__name__} eagerly, without error terms",
             where=first,
             remedy="let torch compile it: leave out TORCH_COMPILE_DISABLE, torch.compiler.set_stance and "
             "torch.utils' dispatch modes around it. Steps of classes that call Optimizer.__init__, and are "
             "not compiled in the class itself, are compensated also there",
         )
-        raise_or_warn(subject, refusal, strict=request.strict)
+        errors.raise_or_warn(subject, refusal, strict=request.strict)
         return
     reason = "torch has been told not to compile" if is_told else "torch runs them eagerly"
-    record(optimizer, request, reason, for_one_step=is_told)
+    recording.record(optimizer, request, reason, for_one_step=is_told)
 
 
 def _check_bypassing_step(optimizer: Optimizer, requested: _Requested) -> None:
@@ -801,13 +720,13 @@ def _check_bypassing_step(optimizer: Optimizer, requested: _Requested) -> None:
     """
     if not requested.is_compiled and _is_refused(optimizer, strict=requested.request.strict):
         return
-    stepped = ((name, p) for name, p in parameter_names(optimizer) if p.grad is not None)
+    stepped = ((name, p) for name, p in state.parameter_names(optimizer) if p.grad is not None)
     if requested.is_compiled:
         there = (
             "although a compiled step keeps error terms of this optimizer's parameters: an eager step "
             "ignores them, and they no longer belong to the values that it writes"
         )
-        first = next((name for name, p in stepped if record_of(p)), None)
+        first = next((name for name, p in stepped if state.record_of(p)), None)
     else:
         there = "twice, and the compiled step that torch.compile returned has not: nothing is compensated"
         first = next((name for name, p in stepped if is_low_precision(p.dtype)), None)
@@ -816,46 +735,46 @@ def _check_bypassing_step(optimizer: Optimizer, requested: _Requested) -> None:
             return
     if first is None:
         return
-    refusal = EagerStepError(
+    refusal = errors.EagerStepError(
         f"{type(optimizer).__name__}.step() has been called eagerly, {there}",
         where=first,
         remedy="call collage_fx.install(optimizer), which makes optimizer.step() the compiled step; or call "
         "the function that torch.compile(optimizer.step, backend=...) has returned. To go on without error "
         "terms, drop them with collage_fx.reset_error_terms(parameter)",
     )
-    raise_or_warn(optimizer, refusal, strict=requested.request.strict)
+    errors.raise_or_warn(optimizer, refusal, strict=requested.request.strict)
 
 
 def _check_step_of_another(optimizer: Optimizer) -> bool:
     """Compensate or refuse a step of parameters that belong to another's; return whether there are any."""
-    facts = records.of(optimizer, _Facts)
-    if facts.calls_compiled or compiled_callables_within(true_step(optimizer)):
+    facts = torch_compat.records.of(optimizer, _Facts)
+    if facts.calls_compiled or torch_compat.compiled_callables_within(torch_compat.true_step(optimizer)):
         return False
-    requested = records.all_of(_Requested)
-    state = records_version(), len(requested), sum(len(g["params"]) for g in optimizer.param_groups)
-    if facts.checked == state:
+    requested = torch_compat.records.all_of(_Requested)
+    seen = state.records_version(), len(requested), sum(len(g["params"]) for g in optimizer.param_groups)
+    if facts.checked == seen:
         return False
-    owners = {id(p): other for other, _ in requested for _, p in parameter_names(other)}
-    for name, p in parameter_names(optimizer):
+    owners = {id(p): other for other, _ in requested for _, p in state.parameter_names(other)}
+    for name, p in state.parameter_names(optimizer):
         owner = owners.get(id(p))
         if p.grad is None or not is_low_precision(p.dtype) or (owner is None and not has_error_terms(p)):
             continue
-        held = held_optimizers(optimizer)
-        if not any(records.has(inner, _Requested) or is_recorded(inner) for inner in held):
+        held = state.held_optimizers(optimizer)
+        if not any(torch_compat.records.has(inner, _Requested) or is_recorded(inner) for inner in held):
             _take_over_or_refuse(optimizer, name, owner)
         return True
-    facts.checked = state
+    facts.checked = seen
     return False
 
 
 def _take_over_or_refuse(optimizer: Optimizer, name: str, owner: Optimizer | None) -> None:
-    requested = None if owner is None else records.find(owner, _Requested)
-    if requested is not None and optimizer in held_optimizers(owner):
+    requested = None if owner is None else torch_compat.records.find(owner, _Requested)
+    if requested is not None and optimizer in state.held_optimizers(owner):
         reason = f"{type(owner).__name__}, which holds it, calls them outside of its own step"
-        record(optimizer, requested.request, reason)
+        recording.record(optimizer, requested.request, reason)
         return
     # Error terms of a checkpoint that this optimizer has loaded itself belong to no compiled step.
-    is_newest_strict = _Requests.newest_is_strict and not is_adopted(optimizer)
+    is_newest_strict = _Requests.newest_is_strict and not state.is_adopted(optimizer)
     strict = is_newest_strict if requested is None else requested.request.strict
     kind = type(optimizer).__name__
     if owner is None:
@@ -863,26 +782,26 @@ def _take_over_or_refuse(optimizer: Optimizer, name: str, owner: Optimizer | Non
     else:
         of = f"have from a compensated step of {type(owner).__name__}"
         too, first = ", too", "collage_fx.uninstall the other optimizer, or "
-    refusal = EagerStepError(
+    refusal = errors.EagerStepError(
         f"{kind}.step() is eager: it would change parameters and not the error terms that they {of}",
         where=name,
         remedy=f"call collage_fx.install(optimizer) for this {kind}{too}. To go on without error terms, "
         f"{first}drop them with collage_fx.reset_error_terms(parameter)",
     )
-    raise_or_warn(optimizer, refusal, strict=strict)
+    errors.raise_or_warn(optimizer, refusal, strict=strict)
 
 
 def _check_plain_step(optimizer: Optimizer) -> None:
     """Report the second eager step of parameters whose model is compiled by this backend."""
-    for name, p in parameter_names(optimizer):
-        read = records.find(p, _ReadForward)
-        if p.grad is None or read is None or record_of(p) is not None:
+    for name, p in state.parameter_names(optimizer):
+        read = torch_compat.records.find(p, _ReadForward)
+        if p.grad is None or read is None or state.record_of(p) is not None:
             continue
         if not read.is_stepped:
             read.is_stepped = True
             return
-        records.clear(_ReadForward)
-        report = EagerStepError(
+        torch_compat.records.clear(_ReadForward)
+        report = errors.EagerStepError(
             f"the model is compiled with this backend, which leaves a forward pass to Inductor, and "
             f"{type(optimizer).__name__}.step() is not: it updates low-precision parameters eagerly, without "
             "error terms",
@@ -890,5 +809,5 @@ def _check_plain_step(optimizer: Optimizer) -> None:
             remedy="compile the step: step = torch.compile(optimizer.step, backend=...). The model needs no "
             "backend of ours: torch.compile(model)",
         )
-        raise_or_warn(optimizer, report, strict=False)
+        errors.raise_or_warn(optimizer, report, strict=False)
         return

@@ -10,7 +10,7 @@ A hook of torch tells when a parameter's gradient is complete. Complete gradient
 freed. ``optimizer.step()``, which the program calls as before, steps the parameters that are left.
 
 * The compiled step is that of the whole optimizer, compiled once, for whatever parameters have a gradient:
-  Note [Members that come and go] in ``capture/members.py``. Steps that do not consist of rows are recorded.
+  Note [Members that come and go] in ``capture/rows.py``. Steps that do not consist of rows are recorded.
 * What a step changes for all parameters at once must change once: a counter in ``param_groups``, or an
   attribute of the optimizer. Each part of a step begins with the values that the first part began with
   (:class:`CommonValues`).

@@ -18,8 +18,7 @@ from torch.optim import Optimizer
 
 from collage_fx import CollageBackend, error_terms, explain, reset_error_terms
 from collage_fx.capture.families import _seems_to_change
-from collage_fx.capture.members import depends_on_sizes
-from collage_fx.capture.thinning import rows_to_trace
+from collage_fx.capture.rows import Rows, rows_to_trace
 from collage_fx.errors import AliasedStateError
 from collage_fx.graph import is_number, placeholders
 from collage_fx.pipeline import PIPELINE
@@ -487,7 +486,7 @@ def test_updates_of_one_kind_are_compiled_once_for_all_sizes(
     assert differences(*map(everything, optimizers)) == []
     reports = [backend.report() for backend in backends]
     assert inputs_rewritten(reports[0]) == inputs
-    assert depends_on_sizes(optimizers[0]) == (make is Clipped)  # so that it is not tried again
+    assert Rows.of(optimizers[0]).depend_on_sizes == (make is Clipped)  # so that it is not tried again
     for one, other in zip(*(report.graphs for report in reports), strict=True):
         rows = ([replace(row, inputs=()) for row in graph.tensors] for graph in (one, other))  # in any order
         assert next(rows) == next(rows)

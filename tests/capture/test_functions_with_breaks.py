@@ -15,7 +15,7 @@ from torch.optim import SGD, AdamW
 
 from collage_fx import CollageBackend, error_terms, full_value, install
 from collage_fx.capture.recording import is_recorded
-from collage_fx.capture.updates import line_that_updates, within_reach
+from collage_fx.capture.source import line_that_updates, within_reach
 from collage_fx.errors import GraphBreakError
 from tests.support.training import Descent, parameters, set_gradients
 from tests.support.warned import warned

@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 
 import collage_fx
 from collage_fx import CollageBackend, error_terms, full_value
-from collage_fx.capture import give_up_rows, stand_in_for
+from collage_fx.capture import Rows, stand_in_for
 from collage_fx.capture.recording import is_recorded
 from collage_fx.graph import StepProgram
 from collage_fx.pipeline import Pass, inserted
@@ -63,7 +63,7 @@ def run_patterns(
         before, versions = everything(optimizer), [p._version for p in params]
         step()
         if not by_rows:
-            give_up_rows(optimizer)
+            Rows.of(optimizer).are_understood = False
         names = [
             f"{g}.{i}."
             for g, group in enumerate(optimizer.param_groups)

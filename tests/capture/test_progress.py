@@ -19,7 +19,7 @@ import torch
 from torch.optim import Optimizer
 
 from collage_fx import CollageBackend, error_terms, install
-from collage_fx.capture.progress import show_progress
+from collage_fx.capture.recording import show_progress
 from collage_fx.clock import is_taken
 from collage_fx.torch_compat import PATCHES
 from tests.support.substitutes import is_entered

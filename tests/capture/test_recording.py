@@ -20,8 +20,7 @@ from torch.torch_version import TorchVersion
 from collage_fx import CollageBackend, error_terms, full_value, install
 from collage_fx.capture import recording
 from collage_fx.capture.recording import RECORDING, Request, is_recorded, record
-from collage_fx.capture.segment import Operation
-from collage_fx.capture.signatures import draws_16_bits, is_index_of_integers, signature_of
+from collage_fx.capture.segment import Operation, draws_16_bits, is_index_of_integers, signature_of
 from collage_fx.errors import UncompensatedParameterError, UnsupportedTensorError
 from collage_fx.graph import factorizes
 from collage_fx.state.packed import is_packed

@@ -203,7 +203,7 @@ def e4m3_as_on(device: torch.device) -> AbstractContextManager[Any]:
 
 def torch_without(told: str) -> AbstractContextManager[Any]:
     """Context manager: this torch lacks what patches need, in these words."""
-    return mock.patch("collage_fx.capture.refusals.misfits", return_value=[told])
+    return mock.patch("collage_fx.torch_compat.misfits", return_value=[told])
 
 
 def no_triton() -> AbstractContextManager[Any]:

@@ -1,19 +1,115 @@
-"""Choice of the rows of torch.optim's lists to trace: Note [One of each family] in ``families.py``."""
+"""Rows of a step: a parameter, its gradient and its state. Which are traced, and which lack a gradient.
+
+Note [Members that come and go]
+-------------------------------
+A parameter without a gradient (an expert without tokens, a layer that is dropped) is left alone, and so are
+its state and step counter. Dynamo makes that part of a graph, and would compile each set of gradients.
+
+The step of torch.optim's classes consists of rows, a parameter with its gradient and its state: Note [One of
+each family]. So once the set of gradients differs from the compilation before, the step is compiled for all
+*members*, and no guard asks for their gradients. The compiled step looks at them, and calls the kernels of
+the rows that have one (:class:`~collage_fx.runtime.WholeStep`).
+
+* While the step is compiled, members without a gradient get a placeholder (:func:`add_stand_ins`), so that
+  the step loops over their rows, too. The placeholder is never read.
+* Members are parameters that have had a gradient or state. The second time that gradients differ, members are
+  all parameters that require a gradient: their state is made then, as for a first step, with a step counter
+  of zero. All sets of gradients cost three compilations.
+* The dtype of a gradient that no compilation has met is the parameter's ``grad_dtype``. If that allows any
+  dtype, the step is compiled for float32, and converts a gradient that turns out to be narrower.
+* A parameter that is no member is guarded to have no gradient.
+
+Where the rows are not understood, each set is compiled, and at Dynamo's limit the step is recorded.
+"""
 
 from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Hashable, Iterable, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from collage_fx import torch_compat
 from collage_fx.graph import device_facts
 from collage_fx.numerics import is_low_precision
-from collage_fx.state import has_error_terms, packed_format
-from collage_fx.torch_compat import ThinnedLists, local_tensor, sharding_of
+from collage_fx.state import has_error_terms, has_state, packed_format, parameter_names
+from collage_fx.torch_compat import ThinnedLists, local_tensor, records, sharding_of
+
+
+@dataclass
+class Rows:
+    """Facts about the rows of an optimizer's step: a part of its record."""
+
+    #: ``id`` of each parameter -> whether it had a gradient in the last compilation.
+    present: dict[int, bool] = field(default_factory=dict)
+    #: ``id`` of a parameter that had a gradient in any compilation -> dtype of the gradient.
+    known: dict[int, torch.dtype] = field(default_factory=dict)
+    changes: int = 0  # number of compilations whose set of gradients differed from the one before
+    are_understood: bool = True  # whether the step consists of rows, as far as has been tried
+    depend_on_sizes: bool = False  # whether code for a row does not hold for rows of other sizes
+    standing_in: list[Tensor] = field(default_factory=list)  # parameters that have a placeholder gradient now
+
+    @staticmethod
+    def of(optimizer: Optimizer) -> Rows:
+        return records.of(optimizer, Rows)
+
+    @property
+    def come_and_go(self) -> bool:
+        """Whether the step is compiled for all members."""
+        return self.are_understood and self.changes > 0
+
+
+def note_gradients(optimizer: Optimizer) -> None:
+    """Note which parameters have a gradient, when a compilation of the optimizer's step begins."""
+    rows = Rows.of(optimizer)
+    present = {id(p): p.grad is not None for _, p in parameter_names(optimizer)}
+    rows.changes += any(rows.present.get(p, is_there) != is_there for p, is_there in present.items())
+    rows.present = present
+    rows.known |= {id(p): p.grad.dtype for _, p in parameter_names(optimizer) if p.grad is not None}
+
+
+def add_stand_ins(optimizer: Optimizer) -> None:
+    """Give each member without a gradient a placeholder, until :func:`remove_stand_ins`."""
+    rows = Rows.of(optimizer)
+    if not rows.come_and_go:
+        return
+    for _, p in parameter_names(optimizer):
+        is_known = id(p) in rows.known or has_state(optimizer, p)
+        if p.grad is None and (is_known or (p.requires_grad and rows.changes > 1)):
+            p.grad = stand_in_for(p, rows.known.get(id(p)))
+            rows.standing_in.append(p)
+    if torch_compat.original_class(type(optimizer)) is torch.optim.SGD:
+        _begin_momentum(optimizer)
+
+
+def stand_in_for(parameter: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    """Return a tensor with the layout of a parameter's gradient, but without memory.
+
+    ``dtype`` is that of the gradient; by default the dtype that torch gives it.
+    """
+    gradient = torch.empty_like(parameter, dtype=dtype or torch_compat.gradient_dtype(parameter))
+    local_tensor(gradient).untyped_storage().resize_(0)
+    return gradient
+
+
+def remove_stand_ins(optimizers: Iterable[Optimizer]) -> None:
+    """Remove all placeholder gradients of some optimizers."""
+    for standing_in in (Rows.of(optimizer).standing_in for optimizer in optimizers):
+        for p in standing_in:
+            p.grad = None
+        standing_in.clear()
+
+
+def _begin_momentum(optimizer: Optimizer) -> None:
+    for group in optimizer.param_groups:
+        if group["momentum"] and not group["dampening"]:
+            for p in group["params"]:
+                if p.grad is not None and optimizer.state[p].get("momentum_buffer") is None:
+                    optimizer.state[p]["momentum_buffer"] = torch.zeros_like(p.grad)
 
 
 def is_of_concern(parameter: Tensor, packs: bool) -> bool:
@@ -79,10 +175,6 @@ class ListRows:
                     self.stands_for.setdefault((t, of), []).append(r)
                 elif of != r:
                     self.second[t, of] = r
-
-    def parameter_beside(self, value: Any) -> Any:
-        t, _, r = self.cells[id(value)]
-        return self.value((t, 0, r))
 
     def value(self, cell: Cell) -> Any:
         t, c, r = cell

@@ -1,8 +1,9 @@
-"""Find out, by reading a step's source, whether the step calls its closure once and before anything else.
+"""Facts that are read from the source of a step, or of a function that updates weights.
 
-For such a step, a trainer's closure (forward and backward) can be called before the compiled step, which is
-given the result. Sharpness-aware, extragradient and line-search steps move parameters between two calls: they
-are given the closure itself, which is right in any case, as is a step that cannot be judged.
+If a step calls its closure once and before anything else, a trainer's closure (forward and backward) can be
+called before the compiled step, which is given the result. Sharpness-aware, extragradient and line-search
+steps move parameters between two calls: they are given the closure itself, which is right in any case, as is
+a step that cannot be judged.
 """
 
 from __future__ import annotations
@@ -10,17 +11,19 @@ from __future__ import annotations
 import ast
 import dis
 import inspect
+import re
 import textwrap
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from types import CodeType, FunctionType
+from types import CodeType, FunctionType, ModuleType, SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 from torch.optim import Optimizer
 
-from collage_fx.state import held_optimizers
-from collage_fx.torch_compat import is_of_torch_optim, true_step
+from collage_fx.state import held_optimizers, record_of
+from collage_fx.torch_compat import is_of_torch_optim, pytree, true_step
 
 #: Functions that may be called before the closure, since no closure could tell.
 HARMLESS = frozenset({"callable", "isinstance", "len", "float", "int", "bool", "dict", "list", "set"})
@@ -33,6 +36,10 @@ PLAIN = (
 
 #: Kinds of syntax around the call of a closure that do nothing before the call.
 AROUND = (ast.Expr, ast.Assign, ast.AnnAssign, ast.NamedExpr, ast.Return, ast.keyword)
+
+
+#: Methods with such a name that change no value.
+_NO_UPDATES = frozenset(("requires_grad_", "retain_grad_", "share_memory_", "detach_"))
 
 
 class FirstCall(NamedTuple):
@@ -136,16 +143,17 @@ class _Reader:
         asked = conditions.pop() if conditions else None
         if not all(self._is_asked_for(each, asked) for each in used):
             return None
-        is_negated = asked is not None and call not in _walk(asked.body)
+        body = [] if asked is None else asked.body if isinstance(asked, ast.If) else [asked.body]
+        is_negated = asked is not None and all(call not in ast.walk(each) for each in body)
         condition = None
         if asked is not None:
             test = ast.UnaryOp(ast.Not(), asked.test) if is_negated else asked.test
             condition = compile(ast.fix_missing_locations(ast.Expression(test)), "closure", "eval")
         is_only_returned = self._is_only_returned(call, asked, used, is_negated=is_negated)
         first = FirstCall(name.id, is_only_returned, condition, self._globals)
-        is_passed = call.func is not name
-        by_base = is_passed and isinstance(call.func, ast.Attribute) and _is_super(call.func.value)
-        return _Call(first, by_base, is_passed and not by_base)
+        callee = getattr(getattr(call.func, "value", None), "func", None)
+        by_base = isinstance(callee, ast.Name) and callee.id == "super"
+        return _Call(first, by_base, by_others=call.func is not name and not by_base)
 
     def _call_of(self, name: ast.Name) -> ast.Call | None:
         """Return the call of a parameter, or of the step of another object that is given the parameter."""
@@ -200,7 +208,8 @@ class _Reader:
             if isinstance(each, (ast.If, ast.IfExp)):
                 is_harmless = below is not each.test and self._is_condition(each.test)
             elif isinstance(each, ast.With):
-                is_harmless = all(map(_enables_gradients, each.items))
+                callees = (ast.unparse(item.context_expr).partition("(")[0] for item in each.items)
+                is_harmless = all(name.endswith(("enable_grad", "set_grad_enabled")) for name in callees)
             elif isinstance(each, ast.Call):
                 is_harmless = _is_plain(each.func)
             else:
@@ -237,7 +246,8 @@ class _Reader:
             block, other = (asked.orelse, asked.body) if is_negated else (asked.body, asked.orelse)
             if any(len(each.body) > 1 for each in withs) or len(block) > 1:
                 return False
-            if not all(_assigned(each) == target and _is_constant(each) for each in other):
+            values = (getattr(each, "value", None) for each in other if _assigned(each) == target)
+            if [type(value) for value in values] != [ast.Constant] * len(other):
                 return False
         loads = [each for each in self._names if each.id == target and isinstance(each.ctx, ast.Load)]
         return bool(returned) and {*map(id, returned)} == {*map(id, loads)}
@@ -253,30 +263,12 @@ def _needs(test: ast.expr, asking: Sequence[ast.Name], *, fails: bool) -> bool:
     return not isinstance(test, ast.IfExp) and any(each in asking for each in ast.walk(test))
 
 
-def _walk(nodes: ast.AST | Sequence[ast.AST]) -> list[ast.AST]:
-    return [inner for each in (nodes if isinstance(nodes, Sequence) else [nodes]) for inner in ast.walk(each)]
-
-
 def _assigned(statement: ast.stmt) -> str | None:
     """Return the variable that a statement gives a value, alone."""
     targets = getattr(statement, "targets", [getattr(statement, "target", None)])
     (target,) = targets if len(targets) == 1 else (None,)
     is_assignment = isinstance(statement, (ast.Assign, ast.AnnAssign))
     return target.id if is_assignment and isinstance(target, ast.Name) else None
-
-
-def _is_constant(statement: ast.stmt) -> bool:
-    return isinstance(getattr(statement, "value", None), ast.Constant)
-
-
-def _is_super(value: ast.expr) -> bool:
-    return isinstance(value, ast.Call) and isinstance(value.func, ast.Name) and value.func.id == "super"
-
-
-def _enables_gradients(item: ast.withitem) -> bool:
-    call = item.context_expr
-    name = getattr(call.func, "attr", getattr(call.func, "id", "")) if isinstance(call, ast.Call) else ""
-    return name in ("enable_grad", "set_grad_enabled")
 
 
 def _is_harmless(statement: ast.stmt) -> bool:
@@ -304,3 +296,57 @@ def _is_plain(value: ast.expr | None) -> bool:
         elif not isinstance(each, PLAIN) or getattr(each, "attr", "") in ("grad", "data"):
             return False
     return True
+
+
+def within_reach(variables: Mapping[str, Any]) -> tuple[list[Optimizer], list[Tensor]]:
+    """Return the optimizers and the weights among variables, and among attributes of objects in them.
+
+    A weight is a parameter, or another tensor with error terms. Modules are not looked into: a forward pass
+    updates no weights.
+    """
+    ignored = (Optimizer, torch.nn.Module, type, ModuleType, FunctionType)
+    objects = [
+        each for each in variables.values() if not isinstance(each, ignored) and hasattr(each, "__dict__")
+    ]
+    spaces = [dict(variables), *map(vars, objects)]
+    optimizers = {id(each): each for space in spaces for each in held_optimizers(SimpleNamespace(**space))}
+    leaves = pytree.tree_leaves([list(space.values()) for space in spaces])
+    tensors = [each for each in leaves if isinstance(each, Tensor)]
+    weights = [
+        each for each in tensors if isinstance(each, torch.nn.Parameter) or record_of(each) is not None
+    ]
+    return list(optimizers.values()), weights
+
+
+def line_that_updates(code: CodeType) -> int | None:
+    """Return the first line of a function that may update tensors; None if there is none.
+
+    Gradients do not count. All of a function whose source is not known may.
+    """
+    try:
+        tree = ast.parse(textwrap.dedent(inspect.getsource(code)))
+    except (OSError, SyntaxError):
+        return code.co_firstlineno
+    nodes = list(ast.walk(tree))
+    loops = [each.target for each in nodes if isinstance(each, (ast.For, ast.comprehension))]
+    elements = {each.id for loop in loops for each in ast.walk(loop) if isinstance(each, ast.Name)}
+    lines = [
+        each.lineno for each in nodes if isinstance(each, ast.stmt | ast.expr) and _updates(each, elements)
+    ]
+    return code.co_firstlineno + min(lines) - 1 if lines else None
+
+
+def _updates(node: ast.AST, elements: set[str]) -> bool:
+    """Return whether a call or an assignment may update a tensor; ``elements``: variables of loops."""
+    if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
+        name = node.func.attr
+        is_in_place = re.fullmatch(r"_foreach_\w+_|[a-z]\w*[a-z0-9]_", name) is not None
+        is_of_gradient = isinstance(node.func.value, ast.Attribute) and node.func.value.attr == "grad"
+        is_known = hasattr(Tensor, name) or hasattr(torch, name)
+        return is_in_place and is_known and name not in _NO_UPDATES and not is_of_gradient
+    targets = node.targets if isinstance(node, ast.Assign) else []
+    if isinstance(node, ast.AugAssign):
+        targets = [node.target]
+        if isinstance(node.target, ast.Name):
+            return node.target.id in elements
+    return any(isinstance(each, ast.Attribute) and each.attr == "data" for each in targets)
