@@ -39,19 +39,13 @@ TOLERANCE = 0.015
 
 @dataclass(frozen=True)
 class Budget:
-    """Options of a backend, and the bytes that a step takes with them.
-
-    Attributes:
-        bytes: for each element of the parameters; 0 in :data:`BUDGETS`.
-        not_packed: the state with most bytes that is not packed although ``state`` is given, and why, or an
-            empty string.
-    """
+    """Options of a backend, and the bytes that a step takes with them."""
 
     strategy: Strategy
     error_format: str
     state: str | None = None
-    bytes: float = 0.0
-    not_packed: str = ""
+    bytes: float = 0.0  # for each element of the parameters; 0 in :data:`BUDGETS`
+    not_packed: str = ""  # the state with most bytes that is not packed although ``state`` is given, and why
     weights: str | None = None
 
     def applied_to(self, program: StepProgram) -> StepProgram:

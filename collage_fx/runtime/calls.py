@@ -31,30 +31,20 @@ NO_SCRATCH = torch.empty(0, dtype=torch.uint8, device="cpu")
 
 
 class Present(NamedTuple):
-    """Members of a step that take part in a call: their parameters have a gradient.
+    """Members of a step that take part in a call: their parameters have a gradient."""
 
-    Attributes:
-        members: for each of ``Repetition.members`` a byte, nonzero if the member takes part.
-        absent: indices of the whole graph's inputs that belong to the other members.
-    """
-
-    members: array[int]
-    absent: frozenset[int]
+    members: array[int]  # for each of ``Repetition.members`` a byte, nonzero if the member takes part
+    absent: frozenset[int]  # indices of the whole graph's inputs that belong to the other members
 
 
 @dataclass(frozen=True)
 class Stack:
-    """Tensor of one dimension more whose members are values of the step: Note [Stacks of tensors].
+    """Tensor of one dimension more whose members are values of the step: Note [Stacks of tensors]."""
 
-    Attributes:
-        index: index of the stack among the results of its plan.
-        members: indices of the values, results without memory of their own.
-        of_host: whether the members are numbers of the host, which keep their memory: the stack is in the
-            table that is uploaded to the device.
-    """
-
-    index: int
-    members: tuple[int, ...]
+    index: int  # of the stack among the results of its plan
+    members: tuple[int, ...]  # indices of the values, results without memory of their own
+    #: Whether the members are numbers of the host, which keep their memory: the stack is in the table that is
+    #: uploaded to the device.
     of_host: bool = False
 
 
@@ -64,24 +54,16 @@ class Plan:
 
     A step works on a list of values: its arguments, then constants, then memory for results, then numbers
     computed in Python. Everything else refers to values by their indices in this list.
-
-    Attributes:
-        constants: lengths, tensors that are attributes of the graph, and functions that create tensors at the
-            first call of the step.
-        results: size, stride, dtype and device of tensors to be allocated.
-        numbers: functions and their operands: ``ValueIndex`` or constant.
-        calls: the calls, in a valid order.
-        outputs: indices of the returned values, None for None.
-        stacks: the stacks, of which the tensors are results.
     """
 
     arguments: int
+    #: Lengths, tensors that are attributes of the graph, and functions that create tensors at the first call.
     constants: Sequence[Any]
-    results: Sequence[tuple[Any, ...]]
-    numbers: Sequence[tuple[Callable[..., Any], tuple[Any, ...]]]
-    calls: Sequence[Call]
-    outputs: Sequence[int | None]
-    stacks: Sequence[Stack] = ()
+    results: Sequence[tuple[Any, ...]]  # size, stride, dtype and device of tensors to be allocated
+    numbers: Sequence[tuple[Callable[..., Any], tuple[Any, ...]]]  # operands: ``ValueIndex`` or constant
+    calls: Sequence[Call]  # in a valid order
+    outputs: Sequence[int | None]  # indices of the returned values, None for None
+    stacks: Sequence[Stack] = ()  # of which the tensors are results
 
     @property
     def first_result(self) -> int:

@@ -30,22 +30,16 @@ from collage_fx.torch_compat import metadata_check
 
 @dataclass(frozen=True)
 class Expected:
-    """Description of an argument that the code of a step expects.
-
-    Attributes:
-        size, stride: size and stride at compile time.
-        is_checked: whether the code checks sizes and strides itself, because they may be dynamic.
-        is_only_read: whether it is only read, so that a copy can replace it.
-    """
+    """Description of an argument that the code of a step expects."""
 
     index: int
     name: str
     dtype: torch.dtype
     device: torch.device
-    size: tuple[int, ...]
+    size: tuple[int, ...]  # at compile time, as is the stride
     stride: tuple[int, ...]
-    is_checked: bool
-    is_only_read: bool
+    is_checked: bool  # whether the code checks sizes and strides itself, because they may be dynamic
+    is_only_read: bool  # so that a copy can replace it
 
     def fit(self, arguments: list[Any]) -> bool:
         """Replace a tensor by a copy that fits, if needed; return whether it was replaced, or raise."""

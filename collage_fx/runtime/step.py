@@ -82,16 +82,11 @@ class CompensatedStep:
 
 
 class Member(NamedTuple):
-    """Parameter that a step skips if it has no gradient: Note [Members that come and go].
+    """Parameter that a step skips if it has no gradient: Note [Members that come and go]."""
 
-    Attributes:
-        gradient, parameter: indices of both among the inputs of the whole graph.
-        inputs: indices of all inputs that belong to the member.
-    """
-
-    gradient: int
+    gradient: int  # index among the inputs of the whole graph, as is the parameter's
     parameter: int
-    inputs: frozenset[int]
+    inputs: frozenset[int]  # indices of all inputs that belong to the member
     dtype: torch.dtype
 
     def stand_in(self, parameter: Tensor) -> Tensor:
@@ -103,25 +98,21 @@ class Member(NamedTuple):
 class WholeStep:
     """Step that Dynamo calls instead of AOTAutograd's wrapper around the compiled graph.
 
-    Args:
-        step: function of the list of the whole graph's inputs, and, if some members have no gradient, of a
-            :class:`~collage_fx.runtime.calls.Present`.
-        bound: the first inputs, which are the same in every call.
-        updated: indices of inputs whose version counters are incremented.
-        gradients: mapping from the index of a gradient that Dynamo does not pass to its parameter's index.
-        members: the members in the order of ``Repetition.members``, if members come and go.
-        distributed: shardings of DTensors by index; the step takes this process's shards.
+    ``step`` is a function of the list of the whole graph's inputs, and, if some members have no gradient, of
+    a :class:`~collage_fx.runtime.calls.Present`.
     """
 
     def __init__(
         self,
         step: Callable[..., Any],
-        bound: Sequence[Tensor],
+        bound: Sequence[Tensor],  # the first inputs, which are the same in every call
         passed: int,
-        updated: Sequence[int],
-        gradients: Mapping[int, int],
-        members: Sequence[Member],
-        distributed: Mapping[int, Sharding],
+        updated: Sequence[int],  # indices of inputs whose version counters are incremented
+        gradients: Mapping[
+            int, int
+        ],  # index of a gradient that Dynamo does not pass -> its parameter's index
+        members: Sequence[Member],  # in the order of ``Repetition.members``, if members come and go
+        distributed: Mapping[int, Sharding],  # of DTensors by index; the step takes this process's shards
     ) -> None:
         self.step = step
         self.bound = bound
@@ -173,9 +164,8 @@ class WholeStep:
 class MakingStep:
     """Step that is given memory for the state that it makes: Note [State is born with its error term].
 
-    Args:
-        step: function of a list with its inputs and then the new tensors.
-        made: for each result that is a new tensor, a tensor of its layout, in the order of the inputs.
+    ``step`` takes a list with its inputs and then the new tensors. ``made`` has, for each result that is a
+    new tensor, a tensor of its layout, in the order of the inputs.
     """
 
     def __init__(self, step: Callable[[list[Any]], Any], made: Mapping[int, Tensor]) -> None:
@@ -215,22 +205,16 @@ class Binding:
     The record of an argument is looked up in each call by the tensor's identity, and created at its first
     step. That of an attribute of the captured module, the same tensor in every call, is remembered, and
     created anew if it has been dropped (``reset_error_terms``). Neither tensor nor record is kept alive.
-
-    Attributes:
-        reads: whether the step only reads the error terms. A tensor without error terms is read with zeros.
-        is_made: whether the step makes the tensor in each call.
-        bound: the tensor, if it is an attribute of the module.
-        record: the remembered record of a bound tensor.
-        is_owner: whether the last argument was the object that its record belongs to, for longer than a step.
     """
 
     index: int
     error_format: ErrorFormat
     name: str
-    reads: bool
-    is_made: bool
-    bound: TensorWeakRef | None = None
-    record: Callable[[], ErrorTermRecord | None] = lambda: None
+    reads: bool  # whether the step only reads the error terms; zeros if there are none
+    is_made: bool  # whether the step makes the tensor in each call
+    bound: TensorWeakRef | None = None  # the tensor, if it is an attribute of the module
+    record: Callable[[], ErrorTermRecord | None] = lambda: None  # the remembered record of a bound tensor
+    #: Whether the last argument was the object that its record belongs to, for longer than a step.
     is_owner: bool = False
 
     @property

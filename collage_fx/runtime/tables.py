@@ -46,18 +46,12 @@ def pieces_of(calls: Iterable[Call], longest: int, clump: int = 1) -> list[Piece
 
 
 class Word(NamedTuple):
-    """Origin of a word of a table: offset and addresses that are added, or the address of a number.
+    """Origin of a word of a table: offset and addresses that are added, or the address of a number."""
 
-    Attributes:
-        place: operand code of an address, as :class:`~collage_fx.codegen.Fill` takes it.
-        size: bytes of the number at this address whose value is the word; 0 if the word is the sum.
-        base: memory whose address is added, such as ``NUMBERS``; empty = none.
-    """
-
-    place: int = NO_PLACE
-    size: int = 0
+    place: int = NO_PLACE  # operand code of an address, as :class:`~collage_fx.codegen.Fill` takes it
+    size: int = 0  # bytes of the number at this address whose value is the word; 0 if the word is the sum
     offset: int = 0
-    base: str = ""
+    base: str = ""  # memory whose address is added, such as ``NUMBERS``; empty = none
 
 
 class Table:
