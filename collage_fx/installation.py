@@ -22,7 +22,7 @@ import inspect
 import logging
 from collections.abc import Callable, Iterator, Mapping
 from types import CellType, MappingProxyType, MethodType
-from typing import Any, Protocol, TypeVar, cast, get_args
+from typing import Any, TypeVar, cast, get_args
 
 import torch
 from torch.optim import Optimizer
@@ -232,26 +232,13 @@ def backend_of(optimizer: Any) -> CollageBackend:
     )
 
 
-class Release(Protocol):
-    """Handle that steps some parameters in the backward pass: see ``wings/gradient_release.py``."""
-
-    def finish(self, step: Callable[[], Any]) -> Any:
-        """Step the other parameters by a compiled step, and return its result."""
-
-    def remove(self) -> None:
-        """Make the optimizer step after the backward pass again."""
-
-    def refuse_copy(self) -> None:
-        """Raise if a copy of the optimizer would not step a copy of the model."""
-
-
 class CompiledStep:
     """The ``step`` of an installed optimizer: its closure, then the compiled step."""
 
     def __init__(self, optimizer: Optimizer, backend: CollageBackend) -> None:
         self.backend = backend
-        #: Handle that steps some parameters in the backward pass; None if all are stepped here.
-        self.release: Release | None = None
+        #: :class:`~collage_fx.GradientRelease` of parameters that are stepped in the backward pass, or None.
+        self.release: Any = None
         step = MethodType(torch_compat.true_step(optimizer), optimizer)
         #: Compiled step of the parameters that have a gradient.
         self.run = torch.compile(step, backend=torch_compat.WeakBackend(backend))

@@ -23,7 +23,7 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 from torch.optim import Optimizer
 
-from collage_fx import capture, errors, graph, torch_compat
+from collage_fx import capture, errors, graph, state, torch_compat
 from collage_fx.capture import Families, describe_input, is_of_concern, refuse_overlaps
 from collage_fx.graph import Reason, Role, is_float32_tensor, is_low_precision_tensor, placeholders
 from collage_fx.lowering import Lowered, interpreted, lower, why_not_compiled
@@ -42,27 +42,6 @@ from collage_fx.report import (
     updates_of,
 )
 from collage_fx.runtime import STAND_INS, MakingStep, Member, WholeStep
-from collage_fx.state import (
-    ErrorTermRecord,
-    KnownTensor,
-    adopted_by_storage,
-    choose_new,
-    has_error_terms,
-    held_per_parameter,
-    host_twin,
-    is_packed,
-    is_same_memory,
-    known_tensors,
-    note_compiled,
-    noting_steps,
-    optimizers_among,
-    other_state_bytes,
-    packed_format,
-    record_of,
-    require_format,
-    reset_error_terms,
-    unpack,
-)
 from collage_fx.torch_compat import current_size, local_tensor, needs_autograd, storage_of, traced_frame_name
 
 log = logging.getLogger("collage_fx")
@@ -109,12 +88,12 @@ class Backend:
 
     def other_state(self) -> dict[str, int]:
         """Return, for the label of each optimizer, the bytes of its state that has no rows in reports."""
-        return {label: other_state_bytes(optimizer) for optimizer, label in list(self._labels.items())}
+        return {label: state.other_state_bytes(optimizer) for optimizer, label in list(self._labels.items())}
 
     def refuse_excess(self, optimizer: Optimizer) -> None:
         """Raise if there is a budget, and an optimizer with recorded steps holds more."""
         if isinstance(self.options.bytes_per_parameter, float | int):
-            refuse_excess(held_per_parameter(optimizer), self.options.bytes_per_parameter)
+            refuse_excess(state.held_per_parameter(optimizer), self.options.bytes_per_parameter)
 
     def lower(
         self, program: graph.StepProgram, example_inputs: Sequence[Any], inductor_options: dict[str, Any]
@@ -155,8 +134,8 @@ class Compilation:
             **torch_compat.traced_frame_variables(),
             "stepped": torch_compat.optimizer_being_stepped() or stepped(),
         }
-        self.optimizers = optimizers_among(variables)
-        self.known = known_tensors(self.optimizers)
+        self.optimizers = state.optimizers_among(variables)
+        self.known = state.known_tensors(self.optimizers)
         self.subject = backend.label(list(self.optimizers.values())) or traced_frame_name() or "step"
         self.request = capture.Request(backend, {"mode": mode}, self.options.strict)
         self.left_alone = False
@@ -182,10 +161,10 @@ class Compilation:
                     capture.note_forward((*self.module.parameters(), *self.arguments))
                 elif torch.is_grad_enabled():
                     torch_compat.remove_gradient_modes(self.module)
-            packed = [*filter(is_packed, (*self.module.parameters(), *self.arguments))]
+            packed = [*filter(state.is_packed, (*self.module.parameters(), *self.arguments))]
             if packed:  # weights that the trace of a function has decoded: Dynamo traces it again
                 for each in packed:
-                    unpack(each)
+                    state.unpack(each)
                 raise torch_compat.ConvertAgain
             self._read_numbers_in_python()
             step = self._by_family(needs_grad=needs_grad)
@@ -229,7 +208,7 @@ class Compilation:
     def _noting(self, step: Callable[..., Any], optimizers: Sequence[Optimizer]) -> Callable[..., Any]:
         """Wrap a step so that its writes are known to be its own; a recorded step does so as a whole."""
         updated, self.updated = self.updated, []
-        step = step if self.recorded else noting_steps(step, optimizers, updated)
+        step = step if self.recorded else state.noting_steps(step, optimizers, updated)
         return _warning_of_terms(step, self.read_rounded, self.subject) if self.read_rounded else step
 
     def _refuse_unless_by_members(self, step: WholeStep | Reason) -> None:
@@ -452,7 +431,7 @@ class Compilation:
             return []
         whole = replace(program, gm=graph.copy_of(program.gm), rounded_at_random=set(), takes_float32=True)
         run_pipeline(whole, ANALYSIS[:-1])
-        return [state for state in whole.parameters if state.is_float32]
+        return [entry for entry in whole.parameters if entry.is_float32]
 
     def _note_of_decay(self, program: graph.StepProgram, others: Sequence[graph.StateTensor]) -> str:
         """Return the note on a weight decay that float32 cannot apply, and on whether this step does."""
@@ -467,7 +446,7 @@ class Compilation:
         is_summed = (program.arithmetic, program.changes) == ("wide", "summed")
         is_applied = is_summed and program.strategy != "none"
         # A float32 sum is rounded to nearest: what is below half a unit in the last place is lost.
-        lost = (state for state in parameters if decay < 2**-24 and not state.keeps_small_updates)
+        lost = (entry for entry in parameters if decay < 2**-24 and not entry.keeps_small_updates)
         kinds = (f"{str(each.value.dtype)[6:]} parameters, such as {each.info.name}" for each in lost)
         remedy = "error_format='exact'" + ", rounding='repay'" * (program.rounding == "nearest")
         but_not = "".join(f", but little or nothing of it to {kind}: use {remedy}" for kind in [*kinds][:1])
@@ -518,7 +497,7 @@ class Compilation:
         if self.options.strategy == "none":
             return
         for node, info in traced.inputs:
-            if info.tensor is not None and host_twin(info.tensor) is not info.tensor:
+            if info.tensor is not None and state.host_twin(info.tensor) is not info.tensor:
                 name = info.name
                 what = "a weight of an offloaded optimizer, whose error terms are in host memory"
                 remedy = (
@@ -542,13 +521,13 @@ class Compilation:
         if self.recorded or info.tensor is None or not is_low_precision_tensor(node):
             return ""
         adopted = self._adopted_around(info.tensor)
-        is_view = adopted and self._owner(info.tensor) is None and record_of(info.tensor) is None
+        is_view = adopted and self._owner(info.tensor) is None and state.record_of(info.tensor) is None
         return adopted[0].name if is_view else ""
 
     def _owner(self, tensor: torch.Tensor) -> torch.Tensor | None:
         """Return the weight, or state, of which a tensor is the memory; None if there is none."""
         piece, adopted = local_tensor(tensor), self._adopted_around(tensor)
-        owners = (each.tensor for each in adopted if is_same_memory(local_tensor(each.tensor), piece))
+        owners = (each.tensor for each in adopted if state.is_same_memory(local_tensor(each.tensor), piece))
         return next(owners, None)
 
     def _read_rounded(self, traced: _Traced) -> list[int]:
@@ -588,11 +567,11 @@ class Compilation:
         return frozenset(i for i, (node, info) in enumerate(traced.inputs) if may_get(node, info))
 
     @cached_property
-    def _adopted(self) -> dict[int, list[KnownTensor]]:
+    def _adopted(self) -> dict[int, list[state.KnownTensor]]:
         """Parameters and states of all adopted optimizers, by storage: takes long with many."""
-        return adopted_by_storage()
+        return state.adopted_by_storage()
 
-    def _adopted_around(self, tensor: torch.Tensor) -> Sequence[KnownTensor]:
+    def _adopted_around(self, tensor: torch.Tensor) -> Sequence[state.KnownTensor]:
         """Return the parameters and states of adopted optimizers in the storage that a tensor lies in."""
         piece = local_tensor(tensor)
         return self._adopted.get(storage_of(piece), ()) if torch_compat.has_storage(piece) else ()
@@ -629,11 +608,11 @@ class Compilation:
         if not (is_rewritten or repetition.is_whole):
             return Reason("no tensor of it needs an error term")
         self.updated = []
-        for state in program.states:
-            for index in repetition.copies[state.position] if state.info.role is not Role.NEW else ():
+        for entry in program.states:
+            for index in repetition.copies[entry.position] if entry.info.role is not Role.NEW else ():
                 if (tensor := program.infos[index].tensor) is not None:
-                    choose_new(tensor, keep=state.compensated or state.packed)
-                    capture.note_write(tensor, compensated=state.compensated)
+                    state.choose_new(tensor, keep=entry.compensated or entry.packed)
+                    capture.note_write(tensor, compensated=entry.compensated)
                     owner = self._owner(tensor)
                     owner = tensor if owner is None else owner
                     if not self.recorded and isinstance(owner, torch.nn.Parameter):
@@ -677,7 +656,7 @@ class Compilation:
             subject=self.subject,
             tensors=self._rows(program),
             is_rewritten=is_rewritten and (self.options.strategy != "none" or bool(program.summed)),
-            wider_bytes=_wider_bytes(before, repetition, {state.position for state in program.states}),
+            wider_bytes=_wider_bytes(before, repetition, {entry.position for entry in program.states}),
             code=tuple(dict.fromkeys(code)),  # the code of a kernel for several parts once
             program=as_captured,
             pipeline=pipeline,
@@ -687,7 +666,7 @@ class Compilation:
             note=" ".join(filter(None, (note_of_sums, self._note_of_decay(program, others)))),
         )
         pass_log.lowered(report.code)
-        is_kept = any(state.compensated or state.packed for state in program.states)
+        is_kept = any(entry.compensated or entry.packed for entry in program.states)
         self._keep(report, compensated=is_kept, started=started)
         return made.step
 
@@ -721,10 +700,10 @@ class Compilation:
     def _drop_codes(self, program: graph.StepProgram) -> None:
         """Release the codes of float32 state that this step, by other options, does not pack."""
         copies = program.repetition.copies
-        packs = {i for state in program.states if state.packed for i in copies[state.position]}
+        packs = {i for entry in program.states if entry.packed for i in copies[entry.position]}
         for tensor in (info.tensor for i, info in enumerate(program.infos) if i not in packs):
-            if tensor is not None and tensor.dtype is torch.float32 and packed_format(tensor):
-                reset_error_terms(tensor)
+            if tensor is not None and tensor.dtype is torch.float32 and state.packed_format(tensor):
+                state.reset_error_terms(tensor)
 
     def _accepted(self, traced: _Traced) -> graph.StepProgram:
         """Make the program that enters the pipeline; raise if the step cannot be compensated."""
@@ -833,22 +812,22 @@ class Compilation:
                     remedy="use the strategy of the other compiled step, or drop the error terms first "
                     "with collage_fx.reset_error_terms(tensor)",
                 )
-            require_format(record, error_format, name=info.name)
+            state.require_format(record, error_format, name=info.name)
 
     def _refuse_uncompensated(self, program: graph.StepProgram) -> None:
         """Raise, or warn, for tensors that the passes could not compensate."""
-        for state in program.compensated:
-            if not state.refusal:
+        for entry in program.compensated:
+            if not entry.refusal:
                 continue
-            statement = graph.statement_of(state.recurrence.path)
-            for index in program.repetition.copies[state.position]:
+            statement = graph.statement_of(entry.recurrence.path)
+            for index in program.repetition.copies[entry.position]:
                 refusal = errors.UncompensatedParameterError(
-                    f"{state.refusal} ({state.info.role.value} of dtype {state.format.name})",
+                    f"{entry.refusal} ({entry.info.role.value} of dtype {entry.format.name})",
                     where=", at ".join(filter(None, (program.infos[index].name, statement))),
-                    remedy=f"{state.remedy or REMEDIES[program.arithmetic]}, or leave it to plain low "
+                    remedy=f"{entry.remedy or REMEDIES[program.arithmetic]}, or leave it to plain low "
                     "precision with strict=False",
                 )
-                if self.options.strict and state.info.role is Role.PARAMETER:
+                if self.options.strict and entry.info.role is Role.PARAMETER:
                     raise refusal
                 errors.warn(refusal)
 
@@ -865,23 +844,23 @@ class Compilation:
         """Return the report's rows: the optimizers' tensors in their order, then all others."""
         rows: list[TensorReport] = []
         repetition, infos = program.repetition, program.infos
-        for state in program.states:
-            if state.info.role is Role.NEW:
+        for entry in program.states:
+            if entry.info.role is Role.NEW:
                 continue
-            row = tensor_report(state)
-            of_shape = functools.cache(partial(tensor_report, state))
-            suffixes = [name.removeprefix(state.placeholder.name) for name in row.inputs]
-            owner = repetition.owners[state.position]
+            row = tensor_report(entry)
+            of_shape = functools.cache(partial(tensor_report, entry))
+            suffixes = [name.removeprefix(entry.placeholder.name) for name in row.inputs]
+            owner = repetition.owners[entry.position]
             symbols = [
                 [infos[index].symbol for index in copies]
                 for copies, of in zip(repetition.copies, repetition.owners, strict=True)
                 if of == owner
             ]
             own_numbers = [each for each in symbols if len({*each}) > 1]
-            for member, (index, value) in enumerate(repetition.copies_of(state.position, state.value)):
-                hi = state.placeholder.name if repetition.is_whole else graph.input_name(index)
+            for member, (index, value) in enumerate(repetition.copies_of(entry.position, entry.value)):
+                hi = entry.placeholder.name if repetition.is_whole else graph.input_name(index)
                 inputs = tuple(hi + each for each in suffixes)
-                own = row if value is state.value else of_shape(value.shape)
+                own = row if value is entry.value else of_shape(value.shape)
                 own = own.with_symbols({each[0]: each[member] for each in own_numbers})
                 rows.append(replace(own, name=infos[index].name, inputs=inputs))
         rank = {entry.name: i for i, entry in enumerate(self.known.values())}
@@ -917,7 +896,7 @@ class Compilation:
         """Keep and log a report; note that the optimizers have a compiled step."""
         if compensated:
             for optimizer in self.optimizers.values():
-                note_compiled(optimizer)
+                state.note_compiled(optimizer)
                 capture.note_compiled_step(optimizer, self.request)
         self.backend.reports.append(report)
         log.info("%s, %s in %.1f s", report.headline, self.backend.verb, time.perf_counter() - started)
@@ -956,16 +935,16 @@ class _Traced:
 
 
 def _input_has_error_terms(info: graph.InputInfo) -> bool:
-    return info.tensor is not None and has_error_terms(info.tensor)
+    return info.tensor is not None and state.has_error_terms(info.tensor)
 
 
-def _record(info: graph.InputInfo) -> ErrorTermRecord | None:
-    return None if info.tensor is None else record_of(info.tensor)
+def _record(info: graph.InputInfo) -> state.ErrorTermRecord | None:
+    return None if info.tensor is None else state.record_of(info.tensor)
 
 
 def _packed_format(info: graph.InputInfo) -> ErrorFormat | None:
     """Return the packed format of an input's tensor; None if it is not packed."""
-    return None if info.tensor is None else packed_format(info.tensor)
+    return None if info.tensor is None else state.packed_format(info.tensor)
 
 
 def _with_memory(step: Callable[[list[Any]], Any]) -> Callable[[list[Any]], Any]:
@@ -974,7 +953,7 @@ def _with_memory(step: Callable[[list[Any]], Any]) -> Callable[[list[Any]], Any]
     def run(arguments: list[Any]) -> Any:
         for each in arguments:
             if isinstance(each, torch.Tensor):
-                unpack(each)
+                state.unpack(each)
         return step(arguments)
 
     return torch_compat.boxed_call(run)
@@ -986,7 +965,7 @@ def _warning_of_terms(step: Callable[..., Any], positions: Sequence[int], subjec
 
     def warning(*arguments: Any) -> Any:
         nonlocal is_told
-        if not is_told and any(has_error_terms(arguments[i]) for i in positions):
+        if not is_told and any(state.has_error_terms(arguments[i]) for i in positions):
             is_told = True
             errors.warn(
                 errors.UncompensatedParameterError(

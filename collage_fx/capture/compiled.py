@@ -26,7 +26,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from types import CodeType
-from typing import Any
+from typing import Any, NamedTuple, cast
 from weakref import WeakSet, ref
 
 import torch
@@ -34,7 +34,7 @@ from torch import Tensor
 from torch.fx import GraphModule
 from torch.optim import Optimizer
 
-from collage_fx.capture.segment import RecordedFunction
+from collage_fx.capture.segment import RecordedFunction, real
 from collage_fx.torch_compat import BurnedIn, SymbolicScope, compiling, records
 
 
@@ -116,7 +116,7 @@ class Compiled:
         if self.holds is None:
             return True
         inputs = [numbers[i] for i in self.inputs]
-        return self.holds([*function.passed(), *inputs, *self._sizes(function)])
+        return self.holds([*function.passed(), *inputs, *(function.sizes if self.takes_sizes else ())])
 
     def __call__(self, function: RecordedFunction) -> None:
         """Call the code on a function's tensors, numbers and sizes."""
@@ -124,10 +124,19 @@ class Compiled:
         if self.inputs:
             values = [function.numbers[i] for i in self.inputs]
             numbers = torch.tensor(values, dtype=torch.float64).unbind()
-        self.code(*function.passed(), *numbers, *self._sizes(function))
+        self.code(*function.passed(), *numbers, *(function.sizes if self.takes_sizes else ()))
 
-    def _sizes(self, function: RecordedFunction) -> Sequence[int]:
-        return function.sizes if self.takes_sizes else ()
+
+class Part(NamedTuple):
+    """Component of a segment, or several as one graph."""
+
+    function: RecordedFunction
+    compiled: Compiled
+
+    def fill(self, tensor_of: Callable[[int], Tensor | None], operands: Sequence[float]) -> None:
+        """Give the function the tensors of a step, by their numbers, and the numbers of all operations."""
+        self.function.numbers = [operands[position] for position in self.function.positions]
+        self.function.tensors = [cast(Tensor, real(tensor_of(value))) for value in self.function.values]
 
 
 def compiled_for(

@@ -299,7 +299,7 @@ class _Search:
                 return False
             for row in left_out:
                 for f, columns, numbers in members[t, r]:
-                    own = [self.index_by_id[id(self.rows.value((t, c, row)))] for c in columns]
+                    own = [self.index_by_id[id(self.rows.value(t, c, row))] for c in columns]
                     first = families[f][0]
                     if self._inputs(own, first.nodes) != self._inputs(first.inputs, first.nodes):
                         return False
@@ -469,7 +469,7 @@ class _Search:
         if not self.rows.come_and_go:
             return ()
         first = (self.rows.cells[id(self.inputs[component.inputs[0]])] for component in self.order)
-        found = (self.rows.value((t, 0, r)) for t, _, r in first)
+        found = (self.rows.value(t, 0, r) for t, _, r in first)
         return tuple((self.index_by_id.get(id(p.grad), -1), self.index_by_id.get(id(p), -1)) for p in found)
 
     def _gradients(self) -> dict[int, int]:

@@ -81,7 +81,11 @@ def describe_input(value: Any, fallback: str, known: Mapping[int, KnownTensor], 
     role = Role.CARRIED if is_made else Role.STATE
     if isinstance(value, torch.nn.Parameter):
         role = Role.PARAMETER
-    return InputInfo(name, _symbol(name), role, value, bound, **facts)
+    symbol = name.rpartition("___")[2] or name  # the last part of an attribute path, or a key in a group
+    if in_group := re.fullmatch(r"self_param_groups_(\d+)_(.+)", name):
+        group, key = in_group.groups()
+        symbol = key if group == "0" else f"{key}_{group}"
+    return InputInfo(name, symbol, role, value, bound, **facts)
 
 
 def _gradient_around(value: Tensor, known: Mapping[int, KnownTensor]) -> KnownTensor | None:
@@ -89,14 +93,6 @@ def _gradient_around(value: Tensor, known: Mapping[int, KnownTensor]) -> KnownTe
     held = (each for each in known.values() if each.role is Role.GRADIENT and has_storage(each.tensor))
     storage = storage_of(value) if has_storage(value) else None
     return next((each for each in held if storage_of(each.tensor) == storage), None)
-
-
-def _symbol(name: str) -> str:
-    """Return the last part of an attribute path, or the param_groups key with the group's index."""
-    if in_group := re.fullmatch(r"self_param_groups_(\d+)_(.+)", name):
-        group, key = in_group.groups()
-        return key if group == "0" else f"{key}_{group}"
-    return name.rpartition("___")[2] or name
 
 
 def _describe_number(fallback: str, value: Any) -> InputInfo:

@@ -25,9 +25,9 @@ pattern's one by one. Where the segment ends, the code is called.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import nullcontext
-from functools import partial
+from dataclasses import dataclass, field
 from itertools import groupby
 from operator import itemgetter
 from typing import Any
@@ -37,26 +37,115 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils.weak import TensorWeakRef
 
-from collage_fx.capture.compiled import NotByFamily, compiled_for
-from collage_fx.capture.patterns import (
-    CONSTANTS,
-    MOST_PATTERNS,
-    Call,
-    Given,
-    Input,
-    Number,
-    Part,
-    Pattern,
-    Unmatchable,
-    Value,
-    found_in,
-    layout_of,
-)
+from collage_fx.capture.compiled import NotByFamily, Part, compiled_for
 from collage_fx.capture.recorder import Recorder
-from collage_fx.capture.segment import UNREFERENCED, Deferred, RecordedFunction, Segment, Spec, is_whole, real
+from collage_fx.capture.segment import (
+    UNREFERENCED,
+    Deferred,
+    RecordedFunction,
+    Segment,
+    Spec,
+    found_in,
+    is_whole,
+    layout_of,
+    real,
+)
 from collage_fx.graph import is_matrix_product
 from collage_fx.state import has_error_terms, records_version
 from collage_fx.torch_compat import fused_operator, has_storage, is_wrapper, run_unfused, storage_of
+
+#: Types of arguments that are compared by their values.
+CONSTANTS = frozenset(
+    (
+        bool, str, complex, slice, type(None), type(Ellipsis), torch.device, torch.dtype, torch.layout,
+        torch.memory_format, torch.Generator, torch.Size,
+    )
+)  # fmt: skip
+
+_PLAIN_GRADIENT = Tensor, ("gradient", (False, False, False), False), False
+
+#: Number of patterns for a segment of a step.
+MOST_PATTERNS = 16
+
+
+class Given(int):
+    """Template of a real tensor: its index among the tensors that a segment's calls are given or return."""
+
+
+class Value(int):
+    """Template of a deferred tensor: its number in the segment."""
+
+
+class Number(int):
+    """Template of a number: its index among the numbers of a segment."""
+
+
+class Unmatchable(Exception):
+    """An argument, or a result, for which there is no template."""
+
+
+@dataclass(slots=True)
+class Call:
+    """Call of a torch function, with templates in place of tensors and numbers."""
+
+    function: Any
+    arguments: list[Any]
+    names: tuple[str, ...]  # of the last arguments, which are keyword arguments
+    is_executed: bool = False  # at once
+    result: Any = None
+
+
+@dataclass(slots=True)
+class Input:
+    """Real tensor that a pattern's operations read or write."""
+
+    value: int  # its number in the segment
+    place: int | None  # among the tensors that calls are given; None if they are given its views alone
+    tensor: TensorWeakRef  # that was recorded
+    spec: Spec
+    storage: int  # identifier of its memory
+    kind: Any  # other facts that code depends on
+    is_written: bool
+    views: list[tuple[int, Any]] = field(default_factory=list)  # places and layouts of its views
+
+    @property
+    def is_plain_gradient(self) -> bool:
+        """Whether it is a gradient without error terms, and no view."""
+        return self.place is not None and self.kind == _PLAIN_GRADIENT
+
+
+@dataclass(eq=False)
+class Pattern:
+    """Segment that has been recorded, with which later steps are compared."""
+
+    calls: list[Call]
+    end: Call | None  # that asks for a value; None at the end of a step
+    segment: Segment  # without tensors
+    kept: Sequence[int]  # numbers of the results that outlive it
+    lasting: Sequence[int]  # these, and the numbers of the results that they are views of
+    inputs: list[Input]
+    others: list[tuple[int, TensorWeakRef]]  # other real tensors that recorded calls are given, with places
+    specs: list[Spec]  # of all real tensors that calls are given or return, by place
+    numbers: list[float]  # among the calls' arguments, as recorded
+    is_constant: list[bool]  # for each of them whether the code has it as a constant
+    sources: list[int | None]  # for each of the operations' numbers its index; None if it is always the same
+    parts: Sequence[Part]
+    objects: list[Deferred | None]  # for the results that do not outlive it, by number
+    passing: list[int]  # numbers of these results
+    bound: Collection[int] = ()  # numbers of the inputs that the code has as its own tensors
+    equal: list[tuple[int, int]] = field(default_factory=list)  # of numbers that are one input of the code
+    has_matched: bool = False
+    version: object = None  # state of all error terms at the last match
+
+    def takes(self, index: int, number: object) -> bool:
+        """Return whether the code can be given a number in the place of a recorded number."""
+        known = self.numbers[index]
+        return type(number) is type(known) and (number == known or not self.is_constant[index])
+
+    def renew(self, number: int) -> None:
+        """Make a new deferred tensor for a result, as a step has taken over the old tensor."""
+        if self.objects[number] is not None:
+            self.objects[number] = Deferred.of(self.segment.values[number].spec, number)
 
 
 class Matcher(TorchFunctionMode):
@@ -383,7 +472,7 @@ class Matcher(TorchFunctionMode):
 
     @torch.compiler.disable
     def _run(self, pattern: Pattern) -> None:
-        recorder, values = self._recorder, pattern.segment.values
+        recorder, segment, values = self._recorder, pattern.segment, pattern.segment.values
         self._pattern = recorder.interrupted = None
         operands = self._operands(pattern)
         for each in pattern.inputs:
@@ -392,7 +481,18 @@ class Matcher(TorchFunctionMode):
             values[number].tensor = self._value(Value(number), pattern, self._objects)
         self._objects = []
         try:
-            recorder.execute(pattern, operands, partial(self._put_together, pattern, operands))
+            with recorder.paused(), torch.no_grad():
+                recorder.settle()
+                for number in dict.fromkeys(map(segment.base, pattern.kept)):
+                    if not segment.is_input(number):
+                        recorder.take_over(values[number].tensor)
+                if not pattern.has_matched:
+                    self._put_together(pattern, operands)
+                for part in pattern.parts:
+                    part.fill(lambda number: values[number].tensor, operands)
+                    part.compiled(part.function)
+                    part.function.tensors = []
+                recorder.make_views(segment, pattern.kept)
         finally:
             for number in (*(each.value for each in pattern.inputs), *pattern.lasting):
                 values[number].tensor = None
@@ -400,8 +500,6 @@ class Matcher(TorchFunctionMode):
 
     def _put_together(self, pattern: Pattern, operands: Sequence[float]) -> None:
         """Compile the components of a pattern as one graph at its first match, if that is possible."""
-        if pattern.has_matched:
-            return
         pattern.has_matched = True
         segment = pattern.segment
         single: list[Part] = []
@@ -510,7 +608,7 @@ class Matcher(TorchFunctionMode):
                 self._is_noting = False
         result = self._called(func, args, kwargs)
         if recorder.flushed:
-            is_alone = len(recorder.flushed) == 1 and len(recorder.flushed[0].segment.operations) == first
+            is_alone = len(recorder.flushed) == 1 and len(recorder.flushed[0][0].operations) == first
             if is_alone and call is not None:
                 self._add_pattern(call)
             self._begin_after(result)
@@ -622,7 +720,11 @@ class Matcher(TorchFunctionMode):
         lasting = {*kept}.union(*(each.function.kept for each in found))
         used = {value for each in found for value in each.function.inputs}
         used |= {base for value in kept if segment.is_input(base := segment.base(value))}
-        inputs = [self._input(segment, value) for value in sorted(used)]
+        inputs = []
+        for number, each in ((number, segment.values[number]) for number in sorted(used)):
+            kind = self._kind(each.tensor, is_written := number in segment.written)
+            known = self._places.get(id(each.tensor)), TensorWeakRef(each.tensor), each.spec
+            inputs.append(Input(number, *known, storage_of(each.tensor), kind, is_written))
         inputs_at = {each.place for each in inputs}
         calls = [call.arguments for call in self._calls if not call.is_executed]
         recorded = {*found_in(Given, calls)}
@@ -656,18 +758,6 @@ class Matcher(TorchFunctionMode):
         kept_on = [each for each in siblings if (each.end, each.calls, each.specs) != others_than]
         siblings[:] = [pattern, *kept_on[: MOST_PATTERNS - 1]]
         self._added.append(pattern)
-
-    def _input(self, segment: Segment, value: int) -> Input:
-        tensor, is_written = segment.values[value].tensor, value in segment.written
-        return Input(
-            value,
-            self._places.get(id(tensor)),
-            TensorWeakRef(tensor),
-            segment.values[value].spec,
-            storage_of(tensor),
-            self._kind(tensor, is_written),
-            is_written,
-        )
 
 
 _SET_DATA = Tensor.data.__set__  # type: ignore[attr-defined]

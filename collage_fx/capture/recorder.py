@@ -31,7 +31,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextvars import ContextVar, Token
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -39,10 +39,9 @@ from torch.fx.node import map_aggregate
 from torch.utils.weak import TensorWeakRef
 
 from collage_fx import torch_compat
-from collage_fx.capture.compiled import Compiled, CompileGraph, compiled_for
+from collage_fx.capture.compiled import Compiled, CompileGraph, Part, compiled_for
 from collage_fx.capture.inputs import MadeInStep
 from collage_fx.capture.numbers import each_element
-from collage_fx.capture.patterns import Part, Pattern, found_in, layout_of
 from collage_fx.capture.segment import (
     Deferred,
     Operation,
@@ -51,8 +50,10 @@ from collage_fx.capture.segment import (
     Signature,
     Spec,
     draws_16_bits,
+    found_in,
     is_index_of_integers,
     is_whole,
+    layout_of,
     left_uncomputed,
     real,
     signature_of,
@@ -71,14 +72,6 @@ BURNED_IN_AGAIN = 4
 
 #: Name of a function -> its numbers, None where a number has changed. Checkpoints hold them.
 Numbers = dict[str, list[float | None]]
-
-
-class Flushed(NamedTuple):
-    """Segment that has been executed."""
-
-    segment: Segment
-    kept: Sequence[int]  # numbers of the results that were still referenced
-    parts: Sequence[Part]  # its components, without their tensors
 
 
 #: Whether operations that this thread calls are being recorded.
@@ -109,7 +102,9 @@ class Recorder(torch_compat.TorchDispatchMode):
         self._numbers = numbers
         self.is_dispatching = False
         self.segment = Segment()
-        self.flushed: list[Flushed] = []  # since the list was cleared
+        #: Segments executed since the list was cleared, each with the numbers of the results that were still
+        #: referenced, and its components without their tensors.
+        self.flushed: list[tuple[Segment, Sequence[int], Sequence[Part]]] = []
         self.executed = 0  # number of operations that have been executed at once, without views
         self.called_at = 0  # number of operations that are older than the function call under way
         self.interrupted: Callable[[], None] | None = None  # called before an operation that is not expected
@@ -129,7 +124,7 @@ class Recorder(torch_compat.TorchDispatchMode):
             if successfully:
                 self.flush()
                 with self.paused(), torch.no_grad():
-                    self._settle()  # tensors that views held, which are gone with their segment
+                    self.settle()  # tensors that views held, which are gone with their segment
             else:
                 self._executed.clear()
         finally:
@@ -434,31 +429,12 @@ class Recorder(torch_compat.TorchDispatchMode):
         self.called_at = 0
         with self.paused(), torch.no_grad():
             kept = segment.still_referenced(by_python=not is_within)
-            self._settle()
+            self.settle()
             executed = [self._execute(segment, *each) for each in segment.components(kept)]
-            self._make_views(segment, kept)
-        self.flushed.append(Flushed(segment, kept, [part for part in executed if part is not None]))
+            self.make_views(segment, kept)
+        self.flushed.append((segment, kept, [part for part in executed if part is not None]))
 
-    def execute(self, pattern: Pattern, numbers: Sequence[float], put_together: Callable[[], None]) -> None:
-        """Execute the operations of an earlier segment, whose inputs and results are tensors of this step.
-
-        ``numbers`` are the numbers of all operations. ``put_together`` may replace the pattern's code, once
-        there are tensors for the results.
-        """
-        segment = pattern.segment
-        with self.paused(), torch.no_grad():
-            self._settle()
-            for value in dict.fromkeys(map(segment.base, pattern.kept)):
-                if not segment.is_input(value):
-                    self.take_over(segment.values[value].tensor)
-            put_together()
-            for part in pattern.parts:
-                part.fill(lambda value: segment.values[value].tensor, numbers)
-                part.compiled(part.function)
-                part.function.tensors = []
-            self._make_views(segment, pattern.kept)
-
-    def _make_views(self, segment: Segment, kept: Sequence[int]) -> None:
+    def make_views(self, segment: Segment, kept: Sequence[int]) -> None:
         for value in kept:
             base = segment.base(value)
             if base != value:
@@ -482,7 +458,7 @@ class Recorder(torch_compat.TorchDispatchMode):
             deferred.executed = tensor
             self._executed.append(deferred)
 
-    def _settle(self) -> None:
+    def settle(self) -> None:
         executed, self._executed = self._executed, []
         while executed:
             deferred = executed.pop()

@@ -124,12 +124,12 @@ def record(
     A step that the optimizer is in the middle of is not recorded yet. ``reason`` says why steps cannot be
     captured. ``for_one_step``: only the next step is recorded; it runs operation by operation.
     """
-    recording = records.of(optimizer, Recorded).for_one_step if for_one_step else None
-    if recording is None:
+    facts = records.of(optimizer, Recorded)
+    if (recording := facts.for_one_step if for_one_step else None) is None:
         log.log(level, "%s: its steps are run by Python and recorded: %s", type(optimizer).__name__, reason)
         recording = _Recording([optimizer], request, reason, for_one_step=for_one_step)
     if for_one_step:
-        records.of(optimizer, Recorded).for_one_step = recording
+        facts.for_one_step = recording
     reroute_step(torch_compat.true_step(optimizer), _switched)
     vars(optimizer)[RECORDING] = recording
 

@@ -153,17 +153,17 @@ def have_other_sizes(thinned: Iterable[ThinnedLists]) -> bool:
     return any(row[0].shape != of[0].shape for row, of in first)
 
 
-#: Position of a tensor in the lists that a step loops over: (set of lists, list in the set, row).
-Cell = tuple[int, int, int]
-
-
 class ListRows:
-    """Rows of lists, both traced and left out."""
+    """Rows of lists, both traced and left out.
+
+    A cell is the position of a tensor in the lists that a step loops over: (set of lists, list in the set,
+    row).
+    """
 
     def __init__(self, thinned: Sequence[ThinnedLists]) -> None:
         self.thinned = thinned
         self.come_and_go = any(lists.come_and_go for lists in thinned)
-        self.cells: dict[int, Cell] = {}
+        self.cells: dict[int, tuple[int, int, int]] = {}
         #: (set, traced row) -> rows left out that it stands for.
         self.stands_for: dict[tuple[int, int], list[int]] = {}
         #: (set, first row of a layout) -> the second row of the layout.
@@ -176,8 +176,7 @@ class ListRows:
                 elif of != r:
                     self.second[t, of] = r
 
-    def value(self, cell: Cell) -> Any:
-        t, c, r = cell
+    def value(self, t: int, c: int, r: int) -> Any:
         return self.thinned[t].rows[r][c]
 
     def is_left_out(self, value: Any) -> bool:
@@ -189,16 +188,15 @@ class ListRows:
         columns: dict[tuple[int, int], list[int]] = defaultdict(list)
         last: dict[tuple[int, int], int] = {}
         for i, (_, value) in enumerate(inputs):
-            if (cell := self.cells.get(id(value))) is not None:
-                t, c, r = cell
-                columns[t, r].append(c)
-                last[t, r] = i
+            t, c, r = self.cells.get(id(value), (-1, -1, -1))
+            columns[t, r].append(c)
+            last[t, r] = i
         behind: dict[int, list[tuple[str, Any]]] = defaultdict(list)
         left_out = [(t, row, first) for (t, first), rows in self.stands_for.items() for row in rows]
         for t, row, first in sorted(each for each in left_out if each[::2] in columns):
             before = max(r for u, r in columns if u == t and r < row)
             for c in columns[t, first]:
-                behind[last[t, before]].append((f"list_{t}_{c}_row_{row}", self.value((t, c, row))))
+                behind[last[t, before]].append((f"list_{t}_{c}_row_{row}", self.value(t, c, row)))
         return [each for i, given in enumerate(inputs) for each in (given, *behind[i])]
 
 

@@ -6,7 +6,7 @@ import functools
 import hashlib
 import operator
 import sys
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, cast
 
@@ -123,6 +123,20 @@ class Spec(NamedTuple):
 def is_whole(tensor: Tensor) -> bool:
     """Return whether a tensor spans its memory."""
     return tensor.untyped_storage().nbytes() == tensor.numel() * tensor.itemsize
+
+
+def layout_of(tensor: Tensor) -> tuple[Any, ...]:
+    """Return where in its memory the elements of a tensor are, and their dtype."""
+    return (*Spec.of(tensor), tensor.storage_offset())
+
+
+def found_in(kind: type[Any], template: Any) -> Iterator[Any]:
+    """Yield the templates of a kind, or the tensors of a class, in lists and tuples."""
+    if isinstance(template, kind):
+        yield template
+    elif isinstance(template, (list, tuple)):
+        for each in template:
+            yield from found_in(kind, each)
 
 
 class Deferred(Tensor):

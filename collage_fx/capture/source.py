@@ -67,21 +67,21 @@ class _Call(NamedTuple):
     by_others: bool = False
 
 
-def first_call(optimizer: Optimizer) -> FirstCall | None:
-    """Return the call that an optimizer's step makes of its closure; None if the step needs the closure."""
-    step = true_step(optimizer)
-    steps = [vars(each)["step"] for each in type(optimizer).__mro__ if "step" in vars(each)]
-    return _first_of(optimizer, steps if step is type(optimizer).step else [step])
+def first_call(optimizer: Optimizer, steps: Sequence[Callable[..., Any]] | None = None) -> FirstCall | None:
+    """Return the call that an optimizer's step makes of its closure; None if the step needs the closure.
 
-
-def _first_of(optimizer: Optimizer, steps: Sequence[Callable[..., Any]]) -> FirstCall | None:
-    """Return the call that the first of the steps makes, which may pass its closure on to the next."""
+    The first of the ``steps``, by default the optimizer's and its base classes', may pass its closure on to
+    the next.
+    """
+    if steps is None:
+        steps = [vars(each)["step"] for each in type(optimizer).__mro__ if "step" in vars(each)]
+        steps = steps if true_step(optimizer) is type(optimizer).step else [true_step(optimizer)]
     call = _read(steps[0]) if steps else None
-    if call is None:
+    if call is None or not steps:
         return None
     passed: list[FirstCall | None] = []
     if call.by_base:
-        passed.append(_first_of(optimizer, steps[1:]))
+        passed.append(first_call(optimizer, steps[1:]))
     if call.by_others:
         passed += [first_call(each) for each in held_optimizers(optimizer)] or [None]
     if None in passed:

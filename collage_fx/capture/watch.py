@@ -44,7 +44,7 @@ from __future__ import annotations
 import inspect
 import logging
 from collections import Counter
-from collections.abc import Hashable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -57,19 +57,11 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from collage_fx import errors, state, torch_compat
-from collage_fx.capture import recording, refusals
+from collage_fx.capture import recording, refusals, rows
 from collage_fx.capture.compiled import CompiledCode, compiling_for
 from collage_fx.capture.numbers import scheduled_numbers
 from collage_fx.capture.recorder import is_recording
 from collage_fx.capture.recording import Request, beginning_in_call, is_recordable, is_recorded
-from collage_fx.capture.rows import (
-    Rows,
-    add_stand_ins,
-    is_of_concern,
-    note_gradients,
-    remove_stand_ins,
-    rows_to_trace,
-)
 from collage_fx.capture.source import line_that_updates, within_reach
 from collage_fx.numerics import is_low_precision
 from collage_fx.state import has_error_terms, times_loaded
@@ -166,6 +158,9 @@ def note_forward(inputs: Iterable[Any]) -> None:
 
 # -- Dynamo begins to trace through an optimizer
 
+#: Functions that make an optimizer save and load error terms, or refuse it: loaded entries may not fit.
+ADOPTING = refusals.refuse_uninitialized, state.adopt
+
 
 def _at_trace(optimizer: Optimizer) -> Iterable[torch_compat.Place] | None:
     """Return the optimizer's scheduled numbers for a trace of ours, else None; raise for a refused step."""
@@ -175,7 +170,7 @@ def _at_trace(optimizer: Optimizer) -> Iterable[torch_compat.Place] | None:
     refusals.remember_state(optimizer, torch_compat.current_trace())
     state.unpack_state(optimizer)
     _record_if_classes_matter(optimizer, request)
-    _adopt(optimizer, strict=request.strict)
+    _is_refused(optimizer, *ADOPTING, strict=request.strict)
     _is_refused(optimizer, strict=request.strict)
     contexts, _ = _conversion.get()
     contexts.enter_context(_gradients_with_sizes(optimizer))
@@ -206,15 +201,15 @@ def _record_if_classes_matter(optimizer: Optimizer, request: Request) -> None:
     errors.raise_or_warn(optimizer, refusal, strict=request.strict)
 
 
-def _rows_to_trace(optimizer: Optimizer, rows: tuple[tuple[Any, ...], ...]) -> ThinnedLists | None:
+def _rows_to_trace(optimizer: Optimizer, lists: tuple[tuple[Any, ...], ...]) -> ThinnedLists | None:
     """Choose the rows of an optimizer's lists that Dynamo is to trace; None for all."""
-    request, facts = _request_now(), Rows.of(optimizer)
+    request, facts = _request_now(), rows.Rows.of(optimizer)
     traced = None
     if request is not None and (options := request.backend.options).not_by_family() is None:
         come_and_go = bool(facts.standing_in) or facts.come_and_go
         any_size = not (options.asks_for_sizes or facts.depend_on_sizes)
-        traced = rows_to_trace(
-            optimizer, rows, come_and_go=come_and_go, packs=options.takes_float32, any_size=any_size
+        traced = rows.rows_to_trace(
+            optimizer, lists, come_and_go=come_and_go, packs=options.takes_float32, any_size=any_size
         )
     if traced is None and facts.standing_in:
         facts.are_understood = False
@@ -223,10 +218,11 @@ def _rows_to_trace(optimizer: Optimizer, rows: tuple[tuple[Any, ...], ...]) -> T
     return traced
 
 
-def _is_refused(optimizer: Optimizer, *, strict: bool) -> bool:
-    """Raise if an optimizer's steps are refused and ``strict``; else warn, and return whether they are."""
+def _is_refused(optimizer: Optimizer, *checks: Callable[[Optimizer], Any], strict: bool) -> bool:
+    """Check an optimizer; raise the first refusal if ``strict``, else warn; return whether there is one."""
     try:
-        refusals.refuse_optimizer(optimizer)
+        for check in checks or (refusals.refuse_optimizer,):
+            check(optimizer)
     except errors.CollageError as refusal:
         errors.raise_or_warn(optimizer, refusal, strict=strict)
         return True
@@ -269,12 +265,12 @@ def _within_conversion(compiler: Any, code: CodeType, variables: Mapping[str, An
     optimizers = state.optimizers_among(variables).values()
     stepped = next(iter(optimizers), None)
     with ExitStack() as stack:
-        stack.callback(remove_stand_ins, optimizers)
+        stack.callback(rows.remove_stand_ins, optimizers)
         for optimizer in optimizers:
             if torch_compat.is_torchs_step(optimizer, code, variables):
-                note_gradients(optimizer)
+                rows.note_gradients(optimizer)
                 if not torch_compat.is_traced_whole():
-                    add_stand_ins(optimizer)
+                    rows.add_stand_ins(optimizer)
         if stepped is not None:
             stack.enter_context(
                 recording.show_progress(type(stepped).__name__, in_log=torch_compat.is_step_wrapper(code))
@@ -359,7 +355,7 @@ def _after_conversion(request: Request, compiler: Any, code: CodeType, variables
     for subject in _subjects(code, variables):
         if _is_at_limit(subject, code) and isinstance(subject, Optimizer) and is_recordable(subject):
             recording.record(subject, request, _too_many(subject, code).met)
-        torch_compat.records.of(subject, _Compilations)[_compilation_key(subject, code)] += 1
+        _done(subject, code, more=1)
         if isinstance(subject, Optimizer):
             torch_compat.records.of(compiler, CompiledCode).stepped[id(subject)] = ref(subject)
             state.note_held(subject)
@@ -379,8 +375,12 @@ def _before_call(compiler: Any) -> None:
             state.settle_replaced(optimizer)
 
 
-def _done(subject: Optimizer | CodeType, code: CodeType) -> int:
-    return torch_compat.records.of(subject, _Compilations)[_compilation_key(subject, code)]
+def _done(subject: Optimizer | CodeType, code: CodeType, more: int = 0) -> int:
+    """Return how often a function has been compiled for a subject, with ``more``; loading starts anew."""
+    counts = torch_compat.records.of(subject, _Compilations)
+    key = torch_compat.key_of_code(code), times_loaded(subject) if isinstance(subject, Optimizer) else 0
+    counts[key] += more
+    return counts[key]
 
 
 def _is_at_limit(subject: Optimizer | CodeType, code: CodeType) -> bool:
@@ -388,11 +388,6 @@ def _is_at_limit(subject: Optimizer | CodeType, code: CodeType) -> bool:
         isinstance(subject, Optimizer) and torch_compat.is_step_of(subject, code)
     )
     return _done(subject, code) >= torch_compat.dynamo_recompile_limit() * (1 if is_a_step else COMPILATIONS)
-
-
-def _compilation_key(subject: Optimizer | CodeType, code: CodeType) -> tuple[Hashable, int]:
-    """Return the key to count compilations by; loading an optimizer starts a new count."""
-    return torch_compat.key_of_code(code), times_loaded(subject) if isinstance(subject, Optimizer) else 0
 
 
 def _subjects(code: CodeType, variables: Mapping[str, Any]) -> list[Optimizer | CodeType]:
@@ -442,7 +437,7 @@ def expect_some_gradients(optimizer: Optimizer, backend: Any) -> bool:
     request = Request.of(backend, {})
     is_cut = any(torch_compat.sharding_of(p) is not None for _, p in state.parameter_names(optimizer))
     if request is not None and torch_compat.is_traced_without_wrapper(optimizer):
-        Rows.of(optimizer).changes = 2  # all are members from the start
+        rows.Rows.of(optimizer).changes = 2  # all are members from the start
         return is_cut
     if request is not None and not is_cut and not is_recorded(optimizer):
         recording.record(optimizer, request, "it is stepped for some parameters at a time")
@@ -468,10 +463,10 @@ def _record_or_refuse(code: CodeType, graph_break: GraphBreak) -> None:
     if optimizer is None:
         _record_or_refuse_function(code, graph_break, request)
         return
-    is_of_concern = _has_updates_of_concern(request, optimizer)
+    has_any = _has_updates_of_concern(request, optimizer)
     if (graph_break.is_in_closure or recording.is_in_closure()) and is_being_stepped(optimizer):
         return  # what follows the closure is captured by itself
-    if is_of_concern and _is_refused(optimizer, strict=request.strict):
+    if has_any and _is_refused(optimizer, strict=request.strict):
         return  # Dynamo may not have traced a line of the step
     can_be_recorded = is_recordable(optimizer) and not is_being_stepped(optimizer)
     if graph_break.is_around_a_step and not can_be_recorded and graph_break.left is None:
@@ -491,7 +486,7 @@ def _record_or_refuse(code: CodeType, graph_break: GraphBreak) -> None:
     begin = recording.beginning_here(request, graph_break.reason)
     if (begin := begin or beginning_in_call(request, graph_break.reason, [optimizer])) is not None:
         raise torch_compat.RunEagerly(begin=begin)
-    if not is_of_concern:
+    if not has_any:
         return  # its parts are compiled, as by plain torch.compile
     refusal = errors.GraphBreakError(
         f"Dynamo cannot capture the step of {type(optimizer).__name__}, and would run a part "
@@ -517,7 +512,7 @@ def _record_or_refuse_function(code: CodeType, graph_break: GraphBreak, request:
     optimizers, weights = within_reach(torch_compat.traced_frame_variables())
     packs = request.backend.options.takes_float32
     is_any = any(_has_updates_of_concern(request, each) for each in optimizers)
-    if not is_any and not any(is_of_concern(each, packs) for each in weights):
+    if not is_any and not any(rows.is_of_concern(each, packs) for each in weights):
         return
     _, has_gradients = _conversion.get()
     if not has_gradients and (begin := beginning_in_call(request, graph_break.reason, optimizers, weights)):
@@ -534,7 +529,7 @@ def _record_or_refuse_function(code: CodeType, graph_break: GraphBreak, request:
 
 def _has_updates_of_concern(request: Request, optimizer: Optimizer) -> bool:
     packs = request.backend.options.takes_float32
-    return any(is_of_concern(parameter, packs) for _, parameter in state.parameter_names(optimizer))
+    return any(rows.is_of_concern(parameter, packs) for _, parameter in state.parameter_names(optimizer))
 
 
 # -- compensated steps are asked for
@@ -615,7 +610,7 @@ def _at_torch_compile(backend: Any, keywords: dict[str, Any], function: Any) -> 
 
 def _prepare(optimizer: Optimizer, request: Request) -> None:
     """Make an optimizer save error terms; its steps, also of optimizers in it, may begin to be recorded."""
-    _adopt(optimizer, strict=request.strict)
+    _is_refused(optimizer, *ADOPTING, strict=request.strict)
     for each in (optimizer, *state.held_optimizers(optimizer)):
         recording.switch(each)
 
@@ -624,7 +619,7 @@ def _warn_of_wide_parameters(optimizer: Optimizer, backend: Any) -> None:
     """Log a warning if no parameter is of low precision, unless state of float32 parameters may be packed."""
     parameters = [parameter for _, parameter in state.parameter_names(optimizer)]
     dtypes = {each.dtype for each in parameters}
-    is_rewritten = any(is_of_concern(each, backend.options.takes_float32) for each in parameters)
+    is_rewritten = any(rows.is_of_concern(each, backend.options.takes_float32) for each in parameters)
     if parameters and not is_rewritten and dtypes <= {torch.float32, torch.float64}:
         log.warning(
             "%s: no error terms: its parameters are %s (autocast keeps them so). For pure bf16, call "
@@ -632,15 +627,6 @@ def _warn_of_wide_parameters(optimizer: Optimizer, backend: Any) -> None:
             type(optimizer).__name__,
             " and ".join(sorted(str(dtype).removeprefix("torch.") for dtype in dtypes)),
         )
-
-
-def _adopt(optimizer: Optimizer, *, strict: bool) -> None:
-    """Make an optimizer save and load error terms; raise, or warn, if loaded entries do not fit."""
-    try:
-        refusals.refuse_uninitialized(optimizer)  # it may have no state
-        state.adopt(optimizer)
-    except errors.CollageError as refusal:
-        errors.raise_or_warn(optimizer, refusal, strict=strict)
 
 
 def _optimizers_of(function: Any) -> list[Optimizer]:

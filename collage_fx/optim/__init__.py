@@ -76,7 +76,11 @@ def _subclass(cls: type[Optimizer]) -> type[Optimizer]:
         install(self, **({"backend": collage} if is_backend else collage or {}))
 
     # Tools that read configurations look here for what the class takes.
-    __init__.__signature__ = _with_options(inspect.signature(original))  # type: ignore[attr-defined]
+    kind, annotation = inspect.Parameter.KEYWORD_ONLY, Mapping[str, Any] | None
+    option = inspect.Parameter("collage", kind, default=None, annotation=annotation)
+    signature = inspect.signature(original)
+    parameters = sorted((*signature.parameters.values(), option), key=lambda each: each.kind)
+    __init__.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
     is_torchs = getattr(_torch_optim, cls.__name__, None) is cls
     attributes = {
         "__init__": __init__,
@@ -86,13 +90,6 @@ def _subclass(cls: type[Optimizer]) -> type[Optimizer]:
         ORIGINAL: cls,
     }
     return cast("type[Optimizer]", type(cls)(cls.__name__, (cls,), attributes))
-
-
-def _with_options(signature: inspect.Signature) -> inspect.Signature:
-    annotation = Mapping[str, Any] | None
-    option = inspect.Parameter("collage", inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation)
-    parameters = [*signature.parameters.values(), option]
-    return signature.replace(parameters=sorted(parameters, key=lambda each: each.kind))
 
 
 def _named(path: str) -> Any:

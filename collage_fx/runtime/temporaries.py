@@ -65,11 +65,8 @@ def in_rounds(calls: Sequence[Call], shares: Mapping[int, float]) -> list[Call]:
     if number == 1 or late is None:
         return list(calls)
     waves = 1 + max(call.wave for call in calls)
-
-    def round_of(place: int, call: Call) -> int:
-        return rounds.get(call.member, number - 1 if place in late else 0)
-
-    return [replace(call, wave=call.wave + waves * round_of(i, call)) for i, call in enumerate(calls)]
+    chosen = (rounds.get(call.member, number - 1 if i in late else 0) for i, call in enumerate(calls))
+    return [replace(call, wave=call.wave + waves * i) for i, call in zip(chosen, calls, strict=True)]
 
 
 def _after_members(calls: Sequence[Call]) -> set[int] | None:

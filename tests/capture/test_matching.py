@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from collage_fx import CollageBackend, full_value, install
-from collage_fx.capture.patterns import MOST_PATTERNS
+from collage_fx.capture.matching import MOST_PATTERNS
 from collage_fx.capture.recording import RECORDING, Request, record
 from collage_fx.torch_compat import storage_of
 from tests.support.substitutes import steps_matched
