@@ -60,9 +60,6 @@ CHOOSING: tuple[Pass, ...] = (Analyze(), PackState(), PackWeights())
 #: Passes that tell whether changes of a float32 tensor are summed.
 SUMMING: tuple[Pass, ...] = (Normalize(), RefineNumbers(), SumChanges())
 
-#: Passes that carry a step in float32, as it would be without any rounding of its state.
-IN_FLOAT32: tuple[Pass, ...] = (*PIPELINE[: PIPELINE.index(Analyze())], Widen(), RefineNumbers())
-
 
 def inserted(own: Pass, *, before: str, passes: Sequence[Pass] = PIPELINE) -> tuple[Pass, ...]:
     """Return the pipeline with a pass of your own, for ``CollageBackend(passes=...)``.
@@ -110,11 +107,11 @@ def up_to_choosing(passes: Sequence[Pass]) -> tuple[Sequence[Pass], Sequence[Pas
 
 
 def in_float32(program: StepProgram) -> StepProgram:
-    """Return the captured step with all its arithmetic in float32, and without error terms."""
+    """Return the captured step in float32, as it would be without any rounding, and without error terms."""
     assert program.captured is not None
     captured = copy_of(program.captured)
     carried = replace(program, gm=captured, strategy="none", arithmetic="wide", states=[], reads=[])
-    run_pipeline(carried, IN_FLOAT32)
+    run_pipeline(carried, (*PIPELINE[: PIPELINE.index(Analyze())], Widen(), RefineNumbers()))
     return carried
 
 

@@ -30,7 +30,7 @@ from collage_fx.lowering import Lowered, interpreted, lower, why_not_compiled
 from collage_fx.metrics import Meter, MeteredStep
 from collage_fx.numerics import ERROR_FORMATS, PACKED_FORMATS, WEIGHT_FORMATS, ErrorFormat, short_name
 from collage_fx.options import Options
-from collage_fx.options.budgets import Budget, best_budget, budgets_for, budgets_for_parts, refuse_excess
+from collage_fx.options.budgets import TOLERANCE, Budget, best_budget, budgets_for, budgets_for_parts
 from collage_fx.pipeline import ANALYSIS, SUMMING, in_float32, run_pipeline
 from collage_fx.report import (
     GraphReport,
@@ -74,10 +74,7 @@ class Backend:
         return self.options.strategy != "none"
 
     def label(self, optimizers: Sequence[Optimizer]) -> str:
-        """Return the name of these optimizers' step in reports.
-
-        It consists of their classes, numbered from the second optimizer of a class on.
-        """
+        """Return the name of these optimizers' step in reports: classes, numbered from the second on."""
         for optimizer in optimizers:
             if optimizer not in self._labels:
                 name = type(optimizer).__name__
@@ -92,8 +89,16 @@ class Backend:
 
     def refuse_excess(self, optimizer: Optimizer) -> None:
         """Raise if there is a budget, and an optimizer with recorded steps holds more."""
-        if isinstance(self.options.bytes_per_parameter, float | int):
-            refuse_excess(state.held_per_parameter(optimizer), self.options.bytes_per_parameter)
+        limit = self.options.bytes_per_parameter
+        if not isinstance(limit, float | int):
+            return
+        if (held := state.held_per_parameter(optimizer)) > limit * (1 + TOLERANCE):
+            raise errors.InvalidOptionError(
+                f"bytes_per_parameter={limit:g}, where this optimizer holds {held:.3g}: its steps are "
+                "recorded, operation by operation, and pack no state",
+                where="bytes_per_parameter",
+                remedy=f"give it {held:.3g}, or strategy and error_format in its place",
+            )
 
     def lower(
         self, program: graph.StepProgram, example_inputs: Sequence[Any], inductor_options: dict[str, Any]
@@ -172,8 +177,15 @@ class Compilation:
                 raise capture.NotByFamily(str(step))
             rows = [*map(capture.Rows.of, optimizers)]
             stand_in = any(each.standing_in for each in rows)
-            if STAND_INS.get() and not torch_compat.thinned_lists():
-                self._refuse_unless_by_members(step)
+            by_members = isinstance(step, WholeStep) and step.members
+            if STAND_INS.get() and not torch_compat.thinned_lists() and not by_members:
+                why = step if isinstance(step, Reason) else "it does not consist of rows"
+                raise errors.UnsupportedOptimizerError(  # it would read the stand-ins, which have no memory
+                    f"{self.subject} cannot be stepped for some parameters at a time if they are DTensors: "
+                    f"{why}",
+                    where="step_in_backward",
+                    remedy="step it after the backward pass: collage_fx.install(optimizer)",
+                )
             if not isinstance(step, Reason) and (torch_compat.thinned_lists() or not stand_in):
                 return self._noting(step, optimizers)
             if torch_compat.thinned_lists() or stand_in:
@@ -210,17 +222,6 @@ class Compilation:
         updated, self.updated = self.updated, []
         step = step if self.recorded else state.noting_steps(step, optimizers, updated)
         return _warning_of_terms(step, self.read_rounded, self.subject) if self.read_rounded else step
-
-    def _refuse_unless_by_members(self, step: WholeStep | Reason) -> None:
-        """Raise if a step would read the stand-ins of absent gradients, which have no memory."""
-        if isinstance(step, WholeStep) and step.members:
-            return
-        why = step if isinstance(step, Reason) else "it does not consist of rows"
-        raise errors.UnsupportedOptimizerError(
-            f"{self.subject} cannot be stepped for some parameters at a time if they are DTensors: {why}",
-            where="step_in_backward",
-            remedy="step it after the backward pass: collage_fx.install(optimizer)",
-        )
 
     def _by_family(
         self, *, needs_grad: bool, own_numbers: bool = True, any_size: bool = True
@@ -457,10 +458,7 @@ class Compilation:
         )
 
     def _reason_to_leave_alone(self, traced: _Traced) -> str | None:
-        """Return the reason to leave a graph to plain Inductor; None if there is something to rewrite.
-
-        That is an update, or a value of weights that leaves the graph.
-        """
+        """Return the reason to leave a graph to plain Inductor; None if it updates or hands on weights."""
         updated = traced.stores
         self._refuse_out_of_reach(traced)
         self.read_rounded = self._read_rounded(traced)
@@ -478,22 +476,15 @@ class Compilation:
         is_step = any(info.role in (Role.PARAMETER, Role.STATE) for info in traced.infos)
         if is_step and self.options.takes_float32 and any(map(is_float32_tensor, updated)):
             return None
-        if self.options.strategy != "none" and not updated and self._hands_on_weights(traced):
-            return None
+        if self.options.strategy != "none" and not updated:
+            may_get, inputs = self._may_get_terms(traced), enumerate(traced.inputs)
+            whole = {node for i, (node, info) in inputs if i in may_get or _input_has_error_terms(info)}
+            if not graph.values_of_weights(traced.gm.graph, whole).isdisjoint(traced.kept):
+                return None  # a result is a value of weights, as a copy is: Note [Values that leave a graph]
         return "the graph updates no bfloat16 or float16 tensor"
 
-    def _hands_on_weights(self, traced: _Traced) -> bool:
-        """Return whether a result is a value of weights, as a copy is: Note [Values that leave a graph]."""
-        known = self._may_get_terms(traced)
-        inputs = enumerate(traced.inputs)
-        whole = {node for i, (node, info) in inputs if i in known or _input_has_error_terms(info)}
-        return not graph.values_of_weights(traced.gm.graph, whole).isdisjoint(traced.kept)
-
     def _refuse_out_of_reach(self, traced: _Traced) -> None:
-        """Raise, or warn, if a graph keeps values of weights whose error terms it cannot reach.
-
-        They are of offloaded optimizers, or it is given views.
-        """
+        """Raise, or warn, if a graph keeps values of offloaded weights, or of views: without error terms."""
         if self.options.strategy == "none":
             return
         for node, info in traced.inputs:
@@ -555,16 +546,15 @@ class Compilation:
         """
         if self.recorded or self.options.strategy == "none":
             return frozenset()
-
-        def may_get(node: Node, info: graph.InputInfo) -> bool:
+        found = []
+        for i, (node, info) in enumerate(traced.inputs):
             if info.tensor is None or node in traced.stores or not is_low_precision_tensor(node):
-                return False
-            if info.role is not Role.PARAMETER and self.options.packs:
-                return False  # state is packed, and has no error terms
-            is_parameter = isinstance(info.tensor, torch.nn.Parameter)
-            return is_parameter or bool(self._adopted_around(info.tensor))
-
-        return frozenset(i for i, (node, info) in enumerate(traced.inputs) if may_get(node, info))
+                continue
+            # State that is packed has no error terms.
+            if info.role is Role.PARAMETER or not self.options.packs:
+                is_parameter = isinstance(info.tensor, torch.nn.Parameter)
+                found += [i] if is_parameter or self._adopted_around(info.tensor) else []
+        return frozenset(found)
 
     @cached_property
     def _adopted(self) -> dict[int, list[state.KnownTensor]]:
@@ -635,11 +625,8 @@ class Compilation:
             made = made._replace(step=measured)
         if made_anew:
             inputs = enumerate(placeholders(program.gm.graph)[: len(program.repetition.copies)])
-            layouts = {
-                index: value
-                for i, node in inputs
-                for index, value in program.repetition.copies_of(i, node.meta["val"])
-            }
+            copies_of = program.repetition.copies_of
+            layouts = {index: value for i, node in inputs for index, value in copies_of(i, node.meta["val"])}
             in_order = sorted(made_anew.items(), key=lambda each: each[1])
             of_results = {result: layouts[index] for result, index in in_order}
             made = made._replace(step=MakingStep(made.step, of_results))

@@ -462,10 +462,7 @@ class _Search:
         return shapes if self.any_size and len({*shapes}) > 1 else ()
 
     def _members(self) -> tuple[tuple[int, int], ...]:
-        """Return for each component, in order, the indices of its gradient and of its parameter.
-
-        -1 stands for a tensor that is no input.
-        """
+        """Return the indices of the gradient and the parameter of each component, -1 for no input."""
         if not self.rows.come_and_go:
             return ()
         first = (self.rows.cells[id(self.inputs[component.inputs[0]])] for component in self.order)

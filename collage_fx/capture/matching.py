@@ -62,6 +62,7 @@ CONSTANTS = frozenset(
     )
 )  # fmt: skip
 
+#: Kind of a gradient without error terms.
 _PLAIN_GRADIENT = Tensor, ("gradient", (False, False, False), False), False
 
 #: Number of patterns for a segment of a step.
@@ -106,12 +107,8 @@ class Input:
     storage: int  # identifier of its memory
     kind: Any  # other facts that code depends on
     is_written: bool
+    is_plain_gradient: bool  # without error terms, and no view
     views: list[tuple[int, Any]] = field(default_factory=list)  # places and layouts of its views
-
-    @property
-    def is_plain_gradient(self) -> bool:
-        """Whether it is a gradient without error terms, and no view."""
-        return self.place is not None and self.kind == _PLAIN_GRADIENT
 
 
 @dataclass(eq=False)
@@ -724,7 +721,8 @@ class Matcher(TorchFunctionMode):
         for number, each in ((number, segment.values[number]) for number in sorted(used)):
             kind = self._kind(each.tensor, is_written := number in segment.written)
             known = self._places.get(id(each.tensor)), TensorWeakRef(each.tensor), each.spec
-            inputs.append(Input(number, *known, storage_of(each.tensor), kind, is_written))
+            is_plain = known[0] is not None and kind == _PLAIN_GRADIENT
+            inputs.append(Input(number, *known, storage_of(each.tensor), kind, is_written, is_plain))
         inputs_at = {each.place for each in inputs}
         calls = [call.arguments for call in self._calls if not call.is_executed]
         recorded = {*found_in(Given, calls)}

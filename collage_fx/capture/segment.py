@@ -364,8 +364,7 @@ UNREFERENCED = sys.getrefcount(_lonely.tensor)
 class RecordedFunction:
     """Component of recorded operations as a function of tensors, numbers and sizes.
 
-    ``kept`` are the numbers of its results that are needed, which have become real tensors. For ``kind_of``
-    see :class:`~collage_fx.capture.recorder.Recorder`.
+    ``kept``: numbers of the results that are needed, now real tensors; ``kind_of``: see the recorder.
     """
 
     def __init__(

@@ -549,10 +549,7 @@ def note_installed(optimizer: Optimizer, backend: Any) -> None:
 
 
 def note_compiled_step(optimizer: Optimizer, request: Request) -> None:
-    """Note that a step of an optimizer is compiled with error terms, and may no longer run eagerly.
-
-    Exception: an eager step that itself calls compiled code.
-    """
+    """Note that a step is compiled with error terms: it may run eagerly only to call compiled code."""
     _Requests.newest_is_strict = request.strict
     if torch_compat.calls_compiled_function(optimizer):
         torch_compat.records.of(optimizer, _Facts).calls_compiled = True

@@ -141,17 +141,6 @@ def best_budget(budgets: Sequence[Budget], limit: float) -> Budget:
     return within[-1]
 
 
-def refuse_excess(held: float, limit: float) -> None:
-    """Raise ``InvalidOptionError`` if a step holds more bytes for each parameter than a limit allows."""
-    if held > limit * (1 + TOLERANCE):
-        raise InvalidOptionError(
-            f"bytes_per_parameter={limit:g}, where this optimizer holds {held:.3g}: its steps are "
-            "recorded, operation by operation, and pack no state",
-            where="bytes_per_parameter",
-            remedy=f"give it {held:.3g}, or strategy and error_format in its place",
-        )
-
-
 def frontier(budgets: Sequence[Budget]) -> list[Budget]:
     """Return the budgets, of some with the smallest first, that are more precise than each of no more bytes.
 

@@ -79,10 +79,7 @@ class Batch:
         self._run = functools.partial(load_library().run, *head)
 
     def __call__(self, addresses: array[int], scratch: Tensor, present: array[int] | None = None) -> None:
-        """Make the calls, with as many threads as PyTorch uses.
-
-        ``present`` has a byte for each member, nonzero if its calls are made; None for all.
-        """
+        """Make the calls of the ``present`` members, None = all, with as many threads as PyTorch uses."""
         threads = min(self.jobs, torch.get_num_threads())
         members = None if present is None else present.buffer_info()[0]
         self._run(addresses.buffer_info()[0], scratch.data_ptr(), threads, members)

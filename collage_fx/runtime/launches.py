@@ -76,10 +76,7 @@ class Launch:
         return [kinds[argument] for argument in self.function.accesses if kinds[argument] > 0]
 
     def prepare(self, words: Tensor, present: array[int] | None) -> None:
-        """Find the kernel of each row, by its addresses in the table, and the programs of each kernel.
-
-        ``present`` has a byte for each member, nonzero if its rows are launched; None for all.
-        """
+        """Find the kernel of each row, by its addresses in the table, and the programs of each kernel."""
         device = self._launches.device
         if self._classify is None:
             given = words[self._rows], self._of_elements, ALIGNED_BYTES, self._members, self._kinds

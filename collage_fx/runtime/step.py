@@ -186,10 +186,7 @@ class MakingStep:
 
 
 def bind(index: int, info: InputInfo, error_format: ErrorFormat, *, reads: bool) -> Binding:
-    """Return a binding that finds the error terms of an input; create them now if the input is bound.
-
-    If the step only reads them, none are created.
-    """
+    """Return a binding that finds the error terms of an input; create them now if it is bound and updated."""
     binding = Binding(index, error_format, info.name, reads, is_made=info.is_made and not info.bound)
     if info.bound and info.tensor is not None:
         binding.bound = TensorWeakRef(info.tensor)
