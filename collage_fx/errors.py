@@ -19,7 +19,6 @@ import inspect
 import os
 import traceback
 import warnings
-from typing import Any
 
 from collage_fx.torch_compat import Refused, records
 
@@ -54,6 +53,18 @@ class CollageError(Refused, RuntimeError):
         return (
             f"{self.met}\n  where: {where}\n  what to do: {self.remedy}\n  more: collage-fx error {self.code}"
         )
+
+    def raise_or_warn(self, about: object, *, strict: bool) -> None:
+        """Raise this error if ``strict``; otherwise warn of it, once in the lifetime of ``about``.
+
+        ``about`` is the optimizer or function concerned.
+        """
+        if strict:
+            raise self
+        warned = records.of(about, _Warned)
+        if str(self) not in warned:
+            warned.add(str(self))
+            warn(self)
 
     def located(self, text: str, statement: str) -> str:
         """Return the message, with the statement of the optimizer if Dynamo was tracing it."""
@@ -377,19 +388,6 @@ def warn(text: object) -> None:
     while frame and frame.f_globals.get("__name__", "").partition(".")[0] in _INNER:
         frame, level = frame.f_back, level + 1
     warnings.warn(f"collage_fx: {text}", stacklevel=level)
-
-
-def raise_or_warn(about: Any, refusal: CollageError, *, strict: bool) -> None:
-    """Raise a refusal if ``strict``; otherwise warn of it, once in the lifetime of ``about``.
-
-    ``about`` is the optimizer or function concerned.
-    """
-    if strict:
-        raise refusal
-    warned = records.of(about, _Warned)
-    if str(refusal) not in warned:
-        warned.add(str(refusal))
-        warn(refusal)
 
 
 class _Warned(set[str]):

@@ -55,9 +55,6 @@ WRAPPERS = {
     "deepspeed.runtime.DeepSpeedOptimizer": "optimizer",
 }
 
-#: Strategies, from no error terms to error terms of all state.
-STRATEGIES = get_args(Strategy)
-
 #: Attribute of the ``__init__`` of an installed class: the replaced ``__init__``; None if it was inherited.
 MARK = "__collage_fx_installs__"
 
@@ -331,14 +328,13 @@ class CompiledStep:
         """Raise, or warn, about a step that has replaced this step."""
         name = codes[-1].co_name if (codes := torch_compat.codes_of(step)) else "another callable"
         label = type(self._optimizer).__name__
-        refusal = errors.EagerStepError(
+        errors.EagerStepError(
             f"the step of this {label} has been replaced after install(), by {name}, which does not call the "
             "compiled step: parameters are updated eagerly, without error terms",
             where=f"{label}.step{_definition(step)}",
             remedy="call collage_fx.install(optimizer) again, below the line that sets optimizer.step: then "
             "that step is compiled",
-        )
-        errors.raise_or_warn(self._optimizer, refusal, strict=self.backend.options.strict)
+        ).raise_or_warn(self._optimizer, strict=self.backend.options.strict)
 
     def _refuse_with_release(self, given: Mapping[str, Any]) -> None:
         """Raise if an argument of this step comes after parameters have been stepped without it."""
@@ -409,7 +405,8 @@ def _install(optimizer: Optimizer, backend: CollageBackend) -> None:
 
 def _drop_terms_of_state(optimizer: Optimizer, before: Options, now: Options) -> None:
     """Drop the error terms of state if the new strategy keeps fewer of them than the old."""
-    if not 0 < STRATEGIES.index(now.strategy) < STRATEGIES.index(before.strategy):
+    rank = get_args(Strategy).index  # from no error terms to error terms of all state
+    if not 0 < rank(now.strategy) < rank(before.strategy):
         return
     known = state.known_tensors({"self": optimizer}).values()
     dropped = [each for each in known if each.role is Role.STATE and state.has_error_terms(each.tensor)]

@@ -23,9 +23,6 @@ from collage_fx.pipeline import PIPELINE
 from collage_fx.report import CollageReport
 from collage_fx.torch_compat import mode_options
 
-#: Numbers of an :class:`UpdateQuality` that trainers log.
-LOGGED = "edq_ratio", "lost_share"
-
 
 @takes_options
 class CollageBackend(Backend):
@@ -103,20 +100,12 @@ class CollageBackend(Backend):
         if self._scalars[0] != (known := (self.meter.taken, len(self.reports))):
             last = self.meter.metrics(only_last=True).by_kind()
             quality = next((each["parameter"] for each in last.values() if "parameter" in each), None)
-            found: dict[str, float | None] = {}
-            if quality is not None:
-                found = {name: getattr(quality, name) for name in LOGGED}
+            found = {name: getattr(quality, name, None) for name in ("edq_ratio", "lost_share")}
             report = CollageReport(list(self.reports), other_state=self.other_state())
             found["bytes_per_parameter"] = report.bytes_per_parameter()["total"]
             found["predicted_error"] = report.predicted_error()
-            self._scalars = (
-                known,
-                {
-                    f"collage/{name}": value
-                    for name, value in found.items()
-                    if value is not None and not math.isnan(value)
-                },
-            )
+            defined = {name: x for name, x in found.items() if x is not None and not math.isnan(x)}
+            self._scalars = known, {f"collage/{name}": value for name, value in defined.items()}
         return dict(self._scalars[1])
 
     def plot(

@@ -197,7 +197,7 @@ class Compilation:
                 try:
                     refuse_overlaps(self.known.values())  # AOTAutograd refuses them with another message
                 except errors.AliasedStateError as refusal:
-                    errors.raise_or_warn(self, refusal, strict=self.options.strict)
+                    refusal.raise_or_warn(self, strict=self.options.strict)
             with torch.set_grad_enabled(needs_grad):
                 return self._noting(self._whole(step), optimizers)
         except (errors.CollageError, torch_compat.ConvertAgain):
@@ -358,7 +358,7 @@ class Compilation:
         try:
             step = self._compensated(traced, not_by_family)
         except errors.AliasedStateError as refusal:
-            errors.raise_or_warn(self, refusal, strict=self.options.strict)
+            refusal.raise_or_warn(self, strict=self.options.strict)
             return self._as_captured(traced, refusal.met)
         assert not isinstance(step, Reason), "a graph of one is compiled as one, if need be"
         return step
@@ -379,13 +379,12 @@ class Compilation:
                     "the loss of a closure that calls no backward pass"
                 )
                 capture.record_instead(self.optimizers.values(), self.request, reason)
-                refusal = errors.UncompensatedParameterError(
+                errors.UncompensatedParameterError(
                     reason,
                     where=info.name,
                     remedy="collage_fx.install(optimizer), which records such a step; or call backward() in "
                     "the closure",
-                )
-                errors.raise_or_warn(self, refusal, strict=self.options.strict)
+                ).raise_or_warn(self, strict=self.options.strict)
 
     def _prepare(self, gm: GraphModule) -> None:
         """Put reads before writes, assignments into stores; record the step if eager torch would raise in it.
@@ -502,10 +501,9 @@ class Compilation:
                 continue
             used = {*traced.stores, *traced.kept} & {node, *graph.values_of_weights(traced.gm.graph, {node})}
             if any((value := graph.tensor_value(each)) is not None and value.dim() for each in used):
-                refusal = errors.UncompensatedParameterError(
+                errors.UncompensatedParameterError(
                     f"a compiled function reads or writes {what}", where=name, remedy=remedy
-                )
-                errors.raise_or_warn(self, refusal, strict=self.options.strict)
+                ).raise_or_warn(self, strict=self.options.strict)
 
     def _viewed(self, node: Node, info: graph.InputInfo) -> str:
         """Return the name of the weight, or state, that an input is a view of; empty if it is none."""
@@ -632,7 +630,7 @@ class Compilation:
             made = made._replace(step=MakingStep(made.step, of_results))
         left_out = {str(failed): failed for failed in program.left_out}.values()
         for failed in left_out:
-            errors.raise_or_warn(self.backend, failed, strict=False)
+            failed.raise_or_warn(self.backend, strict=False)
         without: graph.Reasons = tuple(("with every pass", Reason(each.met, each.where)) for each in left_out)
         why = (*graph.not_taken(("by family", not_by_family)), *made.reasons, *without)
         sums = "updates of float32 tensors, without error terms; their changes are summed"
@@ -677,12 +675,11 @@ class Compilation:
             return
         what = "a value computed from parameters leaves a compiled part of the step in memory that it shares"
         capture.record_instead(self.optimizers.values(), self.request, what)
-        refusal = errors.UncompensatedParameterError(
+        errors.UncompensatedParameterError(
             f"{what}, so without an error term",
             where=graph.statement_of([lost]) or self.subject,
             remedy="give the value memory of its own: value.clone()",
-        )
-        errors.raise_or_warn(self, refusal, strict=self.options.strict)
+        ).raise_or_warn(self, strict=self.options.strict)
 
     def _drop_codes(self, program: graph.StepProgram) -> None:
         """Release the codes of float32 state that this step, by other options, does not pack."""
@@ -737,7 +734,7 @@ class Compilation:
                 capture.refuse_unsupported(traced.gm, program.inputs, packs=packs)
             except errors.UnsupportedTensorError as refusal:
                 about = next(iter(self.optimizers.values()), self)  # an optimizer is compiled more than once
-                errors.raise_or_warn(about, refusal, strict=self.options.strict)
+                refusal.raise_or_warn(about, strict=self.options.strict)
         self._refuse_other_error_terms(traced.infos, program.error_format)
         return program
 

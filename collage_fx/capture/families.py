@@ -486,9 +486,7 @@ class _Search:
             if self.index.get(node) in indices or node in kept or node.target is SET_GRAD_ENABLED:
                 copied[node] = graph.node_copy(node, copied.__getitem__)
         graph.output(map_arg(tuple(results), copied.__getitem__))
-        tensors = {
-            self.names[index]: local_tensor(self.inputs[index]) for index in indices if index < self.bound
-        }
+        tensors = {self.names[i]: local_tensor(self.inputs[i]) for i in indices if i < self.bound}
         # Without meta, which describes the inputs of the whole graph.
         return GraphModule(tensors, graph)
 

@@ -408,11 +408,9 @@ class Recorder(torch_compat.TorchDispatchMode):
         owner = segment.values[value].tensor
         if tensor.dtype != owner.dtype:
             value = segment.add_view(tensor, value, signature_of(aten.view.dtype), tensor.dtype)
-        (size, stride, *_, offset), (*of_owner, _, _, offset_of_owner) = layout_of(tensor), layout_of(owner)
-        if [size, stride, offset] != [*of_owner, offset_of_owner]:
-            value = segment.add_view(
-                tensor, value, signature_of(aten.as_strided.default), size, stride, offset
-            )
+        strides, of_owner = ((*each[:2], each[-1]) for each in map(layout_of, (tensor, owner)))
+        if strides != of_owner:
+            value = segment.add_view(tensor, value, signature_of(aten.as_strided.default), *strides)
         return value
 
     def owner(self, tensor: Tensor) -> Tensor:

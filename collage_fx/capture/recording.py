@@ -444,7 +444,7 @@ class _Recording:
                     "or change what Dynamo cannot capture",
                 )
         except errors.CollageError as refusal:
-            errors.raise_or_warn(optimizer, refusal, strict=self.request.strict)
+            refusal.raise_or_warn(optimizer, strict=self.request.strict)
         # A first step may make state. Later ones, and those after captured steps, find it.
         if not self.is_for_one_step and (self._steps_that_compiled or self._steps < 2):
             backend.refuse_excess(optimizer)
@@ -515,14 +515,13 @@ class _Recording:
     def _compiled(self, module: GraphModule, arguments: Any, by_family: bool) -> Callable[..., Any]:
         """Compile a component; warn if many steps in a row had to compile."""
         if self._steps_that_compiled >= COMPILING_STEPS:
-            refusal = errors.RecompileLimitError(
+            errors.RecompileLimitError(
                 f"each of the last {COMPILING_STEPS} steps of {self._label}, which are recorded, has brought "
                 "something new that had to be compiled, which takes most of a step's time",
                 where=f"{self._label}.step",
                 remedy="look for what differs from step to step besides numbers: shapes, or the order of "
                 "operations",
-            )
-            errors.raise_or_warn(self._recorder, refusal, strict=False)
+            ).raise_or_warn(self._recorder, strict=False)
         if not (self._has_compiled or by_family):  # what is known by family compiles nothing new
             self._progress.enter_context(show_progress(self._label))
         self._has_compiled |= not by_family

@@ -236,9 +236,7 @@ class Operation:
         """Return the arguments and keyword arguments, with the given tensors, numbers and sizes filled in."""
         numbers = iter(numbers)
         left = {Tensor: iter(tensors), float: numbers, int: numbers, torch.SymInt: iter(sizes)}
-        args, named = map_aggregate(
-            self.form, lambda each: next(left[each]) if isinstance(each, type) else each
-        )
+        args, named = map_aggregate(self.form, lambda x: next(left[x]) if isinstance(x, type) else x)
         return args, dict(named)
 
     def with_integers(self) -> Operation:
@@ -339,9 +337,8 @@ class Segment:
         if value.base == number or value.made_by is None:
             return cast(Tensor, real(value.tensor))
         operation, i = value.made_by
-        args, kwargs = operation.arguments(
-            map(self.real, operation.tensors), operation.numbers, operation.sizes
-        )
+        tensors = map(self.real, operation.tensors)
+        args, kwargs = operation.arguments(tensors, operation.numbers, operation.sizes)
         taken = operation.signature.operator(*args, **kwargs)
         return cast(Tensor, taken[i] if isinstance(taken, (list, tuple)) else taken)
 

@@ -192,13 +192,12 @@ def _record_if_classes_matter(optimizer: Optimizer, request: Request) -> None:
         raise torch_compat.RunEagerly
     name, kind = unknown[0], type(unknown[1]).__qualname__
     record_instead([optimizer], request, f"Dynamo takes a parameter of class {kind} for a Parameter")
-    refusal = errors.UnsupportedOptimizerError(
+    errors.UnsupportedOptimizerError(
         f"a parameter of class {kind}, which Dynamo takes for a Parameter: a step that asks for the class "
         f"would take another branch. The step of {type(optimizer).__name__} cannot be recorded",
         where=name,
         remedy=refusals.CALL_INIT,
-    )
-    errors.raise_or_warn(optimizer, refusal, strict=request.strict)
+    ).raise_or_warn(optimizer, strict=request.strict)
 
 
 def _rows_to_trace(optimizer: Optimizer, lists: tuple[tuple[Any, ...], ...]) -> ThinnedLists | None:
@@ -224,7 +223,7 @@ def _is_refused(optimizer: Optimizer, *checks: Callable[[Optimizer], Any], stric
         for check in checks or (refusals.refuse_optimizer,):
             check(optimizer)
     except errors.CollageError as refusal:
-        errors.raise_or_warn(optimizer, refusal, strict=strict)
+        refusal.raise_or_warn(optimizer, strict=strict)
         return True
     return False
 
@@ -239,8 +238,8 @@ def _before_conversion(request: Request, code: CodeType, variables: Mapping[str,
         raise torch_compat.RunEagerly(always=recording.is_switch(code))
     if (begin := recording.beginning_again()) is not None:
         raise torch_compat.RunEagerly(begin=begin)
-    # The optimizers that a function is about to step, if it is torch's wrapper around a step.
-    for optimizer in state.optimizers_among(variables).values() if torch_compat.is_step_wrapper(code) else ():
+    is_a_step = torch_compat.is_step_wrapper(code)
+    for optimizer in state.optimizers_among(variables).values() if is_a_step else ():
         if recording.switch(optimizer):
             raise torch_compat.RunEagerly  # Dynamo would look at the wrapper's variables as they were
         if not is_recorded(optimizer) and (reason := recording.reason_to_record(optimizer)):
@@ -250,10 +249,8 @@ def _before_conversion(request: Request, code: CodeType, variables: Mapping[str,
     too_often = [subject for subject in _subjects(code, variables) if _is_at_limit(subject, code)]
     for subject in too_often:
         if not (isinstance(subject, Optimizer) and is_recordable(subject)):
-            errors.raise_or_warn(subject, _too_many(subject, code), strict=request.strict)
-        elif not is_recorded(subject) and (
-            torch_compat.is_step_wrapper(code) or not is_being_stepped(subject)
-        ):
+            _too_many(subject, code).raise_or_warn(subject, strict=request.strict)
+        elif not is_recorded(subject) and (is_a_step or not is_being_stepped(subject)):
             recording.record(subject, request, _too_many(subject, code).met)
     if any(isinstance(subject, Optimizer) and is_recorded(subject) for subject in too_often):
         raise torch_compat.RunEagerly
@@ -339,9 +336,7 @@ def record_instead(
     If Python is in the middle of a step, the rest of that step is recorded, too. Optimizers that cannot be
     recorded are left alone.
     """
-    recordable = [
-        o for o in optimizers if is_recordable(o) and not is_recorded(o) and not is_being_stepped(o)
-    ]
+    recordable = [o for o in optimizers if is_recordable(o) and not (is_recorded(o) or is_being_stepped(o))]
     for optimizer in recordable:
         recording.record(optimizer, request, reason, level=level)
     if recordable:
@@ -499,7 +494,7 @@ def _record_or_refuse(code: CodeType, graph_break: GraphBreak) -> None:
     )
     if request.strict:
         refusals.forget_new_state(optimizer)
-    errors.raise_or_warn(optimizer, refusal, strict=request.strict)
+    refusal.raise_or_warn(optimizer, strict=request.strict)
 
 
 def _record_or_refuse_function(code: CodeType, graph_break: GraphBreak, request: Request) -> None:
@@ -517,14 +512,13 @@ def _record_or_refuse_function(code: CodeType, graph_break: GraphBreak, request:
     _, has_gradients = _conversion.get()
     if not has_gradients and (begin := beginning_in_call(request, graph_break.reason, optimizers, weights)):
         raise torch_compat.RunEagerly(begin=begin)
-    refusal = errors.GraphBreakError(
+    errors.GraphBreakError(
         f"Dynamo cannot capture {code.co_name}, and would run its updates of weights eagerly, without error "
         f"terms: {graph_break.reason}",
         where=f"{code.co_filename}:{line} in {code.co_name}",
         remedy=f"move the lines that update weights to a function that {code.co_name} calls, which is then "
         f"captured by itself; or put @torch.no_grad() before {code.co_name}, if it differentiates nothing",
-    )
-    errors.raise_or_warn(code, refusal, strict=request.strict)
+    ).raise_or_warn(code, strict=request.strict)
 
 
 def _has_updates_of_concern(request: Request, optimizer: Optimizer) -> bool:
@@ -683,14 +677,13 @@ def _record_eager_step(optimizer: Optimizer, function: Any, request: Request) ->
     is_within_another = torch_compat.wrapped_steps_on_the_stack(optimizer) > 1 or (is_told and not is_whole)
     if is_within_another or not is_recordable(optimizer):
         subject = optimizer if is_whole else outer
-        refusal = errors.EagerStepError(
+        errors.EagerStepError(
             f"torch runs the compiled step of {type(subject).__name__} eagerly, without error terms",
             where=first,
             remedy="let torch compile it: leave out TORCH_COMPILE_DISABLE, torch.compiler.set_stance and "
             "torch.utils' dispatch modes around it. Steps of classes that call Optimizer.__init__, and are "
             "not compiled in the class itself, are compensated also there",
-        )
-        errors.raise_or_warn(subject, refusal, strict=request.strict)
+        ).raise_or_warn(subject, strict=request.strict)
         return
     reason = "torch has been told not to compile" if is_told else "torch runs them eagerly"
     recording.record(optimizer, request, reason, for_one_step=is_told)
@@ -718,14 +711,13 @@ def _check_bypassing_step(optimizer: Optimizer, requested: _Requested) -> None:
             return
     if first is None:
         return
-    refusal = errors.EagerStepError(
+    errors.EagerStepError(
         f"{type(optimizer).__name__}.step() has been called eagerly, {there}",
         where=first,
         remedy="call collage_fx.install(optimizer), which makes optimizer.step() the compiled step; or call "
         "the function that torch.compile(optimizer.step, backend=...) has returned. To go on without error "
         "terms, drop them with collage_fx.reset_error_terms(parameter)",
-    )
-    errors.raise_or_warn(optimizer, refusal, strict=requested.request.strict)
+    ).raise_or_warn(optimizer, strict=requested.request.strict)
 
 
 def _check_step_of_another(optimizer: Optimizer) -> bool:
@@ -765,13 +757,12 @@ def _take_over_or_refuse(optimizer: Optimizer, name: str, owner: Optimizer | Non
     else:
         of = f"have from a compensated step of {type(owner).__name__}"
         too, first = ", too", "collage_fx.uninstall the other optimizer, or "
-    refusal = errors.EagerStepError(
+    errors.EagerStepError(
         f"{kind}.step() is eager: it would change parameters and not the error terms that they {of}",
         where=name,
         remedy=f"call collage_fx.install(optimizer) for this {kind}{too}. To go on without error terms, "
         f"{first}drop them with collage_fx.reset_error_terms(parameter)",
-    )
-    errors.raise_or_warn(optimizer, refusal, strict=strict)
+    ).raise_or_warn(optimizer, strict=strict)
 
 
 def _check_plain_step(optimizer: Optimizer) -> None:
@@ -784,13 +775,12 @@ def _check_plain_step(optimizer: Optimizer) -> None:
             read.is_stepped = True
             return
         torch_compat.records.clear(_ReadForward)
-        report = errors.EagerStepError(
+        errors.EagerStepError(
             f"the model is compiled with this backend, which leaves a forward pass to Inductor, and "
             f"{type(optimizer).__name__}.step() is not: it updates low-precision parameters eagerly, without "
             "error terms",
             where=name,
             remedy="compile the step: step = torch.compile(optimizer.step, backend=...). The model needs no "
             "backend of ours: torch.compile(model)",
-        )
-        errors.raise_or_warn(optimizer, report, strict=False)
+        ).raise_or_warn(optimizer, strict=False)
         return

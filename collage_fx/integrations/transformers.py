@@ -59,9 +59,8 @@ class CollageCallback(TrainerCallback):  # type: ignore[misc]  # its types are n
             CheckpointMismatchError: the trainer has loaded FSDP2's checkpoint without its error terms.
         """
         if state is not None and state.global_step:
-            _refuse_left_out(
-                optimizer, Path(args.output_dir) / f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}"
-            )
+            folder = Path(args.output_dir, f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}")
+            _refuse_left_out(optimizer, folder)
         self.backend = join(optimizer, self._given, self.backend)
         _put_first(self)
         if self.in_backward:

@@ -116,9 +116,7 @@ def budgets_for_parts(dtype: torch.dtype, pipeline: tuple[Pass, ...]) -> tuple[B
     infos = [InputInfo(name, name, role) for name, role in zip("pgmv", roles, strict=True)]
     gm = make_fx(adam, tracing_mode="fake")(*inputs)
     program = StepProgram(gm, infos, "light", "wide", ERROR_FORMATS["exact"])
-    return tuple(
-        budget for budget in budgets_for(program, pipeline) if budget.state is None and budget.weights is None
-    )
+    return tuple(each for each in budgets_for(program, pipeline) if not (each.state or each.weights))
 
 
 def best_budget(budgets: Sequence[Budget], limit: float) -> Budget:

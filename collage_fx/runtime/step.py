@@ -108,9 +108,7 @@ class WholeStep:
         bound: Sequence[Tensor],  # the first inputs, which are the same in every call
         passed: int,
         updated: Sequence[int],  # indices of inputs whose version counters are incremented
-        gradients: Mapping[
-            int, int
-        ],  # index of a gradient that Dynamo does not pass -> its parameter's index
+        gradients: Mapping[int, int],  # index of a gradient that Dynamo does not pass -> of its parameter
         members: Sequence[Member],  # in the order of ``Repetition.members``, if members come and go
         distributed: Mapping[int, Sharding],  # of DTensors by index; the step takes this process's shards
     ) -> None:
@@ -134,9 +132,7 @@ class WholeStep:
         gradients = [parameter.grad for parameter in self.owners]
         values = [*self.bound, *self.in_order([*arguments, *gradients])]
         stand_ins = STAND_INS.get()
-        absent = tuple(
-            [i for i in self.by_gradient if (gradient := values[i]) is None or id(gradient) in stand_ins]
-        )
+        absent = tuple([i for i in self.by_gradient if values[i] is None or id(values[i]) in stand_ins])
         present, updated = self._known.get(absent) or self._without(absent)
         if present is not None and not any(present.members):
             return ()
