@@ -52,19 +52,10 @@ from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import map_arg
 
-from collage_fx import torch_compat
+from collage_fx import graph, torch_compat
 from collage_fx.capture.refusals import first_overlap
 from collage_fx.capture.rows import ListRows, common_shape, is_plain, layout_of, layouts_of
-from collage_fx.graph import (
-    InputInfo,
-    Reason,
-    Repetition,
-    components,
-    copy_of,
-    device_facts,
-    foreach_calls,
-    foreach_rule,
-)
+from collage_fx.graph import InputInfo, Reason, Repetition
 from collage_fx.torch_compat import SET_GRAD_ENABLED, local_tensor
 
 
@@ -173,7 +164,7 @@ class _Search:
         pieces = []
         for name, value in zip(self.names, self.inputs, strict=True):
             if isinstance(value, Tensor):
-                if not device_facts(value.device).in_parts:
+                if not graph.device_facts(value.device).in_parts:
                     return Reason(f"on {value.device.type} a step is compiled as one", name)
                 if not is_plain(value):
                     return Reason("this input is no ordinary dense tensor of known sizes", name)
@@ -326,7 +317,7 @@ class _Search:
                 operations.append(node)
         returned = set(self._returned())
         found = []
-        for nodes in components(operations, self._connecting):
+        for nodes in graph.components(operations, self._connecting):
             read = dict.fromkeys(index for node in nodes for index in self._read_by(node))
             found.append(_Component(nodes, list(read), [node for node in nodes if node in returned]))
         return found
@@ -480,15 +471,15 @@ class _Search:
 
     def _module(self, indices: set[int], kept: set[Node], results: list[Node]) -> GraphModule:
         """Copy some of the operations, and the inputs that they read, into a module."""
-        graph = Graph()
+        body = Graph()
         copied: dict[Node, Node] = {}
         for node in self.gm.graph.nodes:
             if self.index.get(node) in indices or node in kept or node.target is SET_GRAD_ENABLED:
-                copied[node] = graph.node_copy(node, copied.__getitem__)
-        graph.output(map_arg(tuple(results), copied.__getitem__))
+                copied[node] = body.node_copy(node, copied.__getitem__)
+        body.output(map_arg(tuple(results), copied.__getitem__))
         tensors = {self.names[i]: local_tensor(self.inputs[i]) for i in indices if i < self.bound}
         # Without meta, which describes the inputs of the whole graph.
-        return GraphModule(tensors, graph)
+        return GraphModule(tensors, body)
 
 
 def _may_be_elementwise(nodes: Sequence[Node]) -> bool:
@@ -537,7 +528,7 @@ def _with_lists_apart(gm: GraphModule) -> GraphModule:
     """
     if not any(_foreach_name(node) for node in gm.graph.nodes):
         return gm
-    apart = copy_of(gm)
+    apart = graph.copy_of(gm)
     for node in list(apart.graph.nodes):
         if name := _foreach_name(node):
             _take_apart(node, name)
@@ -552,25 +543,25 @@ def _foreach_name(node: Node) -> str:
 
 
 def _take_apart(node: Node, name: str) -> None:
-    rule, graph = foreach_rule(name.removesuffix("_")), node.graph
+    rule, body = graph.foreach_rule(name.removesuffix("_")), node.graph
     readers = [user for user in node.users if getattr(user.target, "__name__", "") == "getitem"]
     if rule is None or len(readers) < len(node.users):
         return
     function, fixed = (rule.func, rule.keywords) if isinstance(rule, partial) else (rule, {})
     made = []
-    with graph.inserting_before(node):
-        for args, kwargs in foreach_calls(*_by_position(name, node.args, node.kwargs)):
-            result = graph.call_function(function, args, {**fixed, **kwargs})
+    with body.inserting_before(node):
+        for args, kwargs in graph.foreach_calls(*_by_position(name, node.args, node.kwargs)):
+            result = body.call_function(function, args, {**fixed, **kwargs})
             result.meta = {**node.meta, "example_value": _value(rule, args, kwargs)}
             if name.endswith("_"):
                 written = cast("Node", args[0])
-                result = graph.call_method("copy_", (written, result))
+                result = body.call_method("copy_", (written, result))
                 result.meta = {**node.meta, "example_value": written.meta["example_value"]}
             made.append(result)
     for reader in readers:
         reader.replace_all_uses_with(made[cast("int", reader.args[1])])
-        graph.erase_node(reader)
-    graph.erase_node(node)
+        body.erase_node(reader)
+    body.erase_node(node)
 
 
 def _by_position(name: str, args: Any, kwargs: Mapping[str, Any]) -> tuple[Sequence[Any], Mapping[str, Any]]:

@@ -15,17 +15,8 @@ from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import map_aggregate
 
-from collage_fx import torch_compat
+from collage_fx import graph, torch_compat
 from collage_fx.errors import UnsupportedTensorError
-from collage_fx.graph import (
-    components,
-    depends_on_values,
-    drawn_range,
-    facts_of,
-    foreach_name,
-    foreach_rule,
-    ignores_values,
-)
 from collage_fx.torch_compat import SymbolicScope, wrapper_subclass
 
 aten = torch.ops.aten
@@ -61,7 +52,7 @@ def signature_of(operator: Any) -> Signature:
     aliased = {frozenset(alias.before_set): name for name, alias in aliases.items()}
     first = arguments[0].name if arguments else ""
     # A view of a whole real tensor is executed at once: most steps make one at every access of ``.data``.
-    is_whole_view = operator.is_view and facts_of(operator).passes == 0 and len(arguments) == 1
+    is_whole_view = operator.is_view and graph.facts_of(operator).passes == 0 and len(arguments) == 1
     results = []
     for alias in (result.alias_info for result in returns):
         if alias is not None and alias.is_write:
@@ -75,9 +66,9 @@ def signature_of(operator: Any) -> Signature:
         writes=tuple(name for name, alias in aliases.items() if alias.is_write),
         results=tuple(results),
         returns_several=len(returns) > 1 or any("List" in str(result.type) for result in returns),
-        reads_no_values=is_whole_view or ignores_values(operator),
-        is_immediate=depends_on_values(operator),
-        element_rule=foreach_rule(foreach_name(operator).removesuffix("_")),
+        reads_no_values=is_whole_view or graph.ignores_values(operator),
+        is_immediate=graph.depends_on_values(operator),
+        element_rule=graph.foreach_rule(graph.foreach_name(operator).removesuffix("_")),
     )
 
 
@@ -91,7 +82,7 @@ def _quantity(kind: Any) -> str:
 
 def draws_16_bits(operator: Any, args: Any, kwargs: dict[str, Any]) -> bool:
     """Return whether a call draws random numbers for stochastic rounding of float32 to bfloat16."""
-    return drawn_range(operator, args, kwargs) == (0, 1 << 16) and kwargs.get("generator") is None
+    return graph.drawn_range(operator, args, kwargs) == (0, 1 << 16) and kwargs.get("generator") is None
 
 
 def is_index_of_integers(operator: Any, args: Any) -> bool:
@@ -348,7 +339,7 @@ class Segment:
         def connects(value: int) -> bool:  # a shared scalar, such as a learning rate, does not
             return not self.is_input(value) or value in self.written or self.values[value].tensor.dim() > 0
 
-        found = components(self.operations, lambda op: filter(connects, (*op.results, *op.tensors)))
+        found = graph.components(self.operations, lambda op: filter(connects, (*op.results, *op.tensors)))
         bases = {self.base(value) for value in kept}
         return [(each, [r for operation in each for r in operation.results if r in bases]) for each in found]
 
@@ -437,18 +428,18 @@ class RecordedFunction:
         the function is several components, nodes have the entry ``example_value`` of ``meta``, made by the
         scope, by which Dynamo's graphs tell what they return.
         """
-        graph = Graph()
+        body = Graph()
         named = {f"bound{value}": tensor for value, tensor in self.bound.items()}
-        nodes = {value: graph.get_attr(f"bound{value}") for value in self.inputs if value in self.bound}
+        nodes = {value: body.get_attr(f"bound{value}") for value in self.inputs if value in self.bound}
         for i, value in enumerate(self.inputs):
             if value not in self.bound:
-                nodes[value] = graph.placeholder(f"tensor{i}")
-        targets = [graph.placeholder(f"result{i}") for i in range(len(self.kept))]
-        given = {i: graph.placeholder(f"number{i}") for i in inputs}
+                nodes[value] = body.placeholder(f"tensor{i}")
+        targets = [body.placeholder(f"result{i}") for i in range(len(self.kept))]
+        given = {i: body.placeholder(f"number{i}") for i in inputs}
         sizes: Sequence[Any] = self.sizes
         if takes_sizes:
-            sizes = [graph.placeholder(f"size{i}") for i in range(len(sizes))]
-        read = {i: graph.call_function(aten._local_scalar_dense.default, (n,)) for i, n in given.items()}
+            sizes = [body.placeholder(f"size{i}") for i in range(len(sizes))]
+        read = {i: body.call_function(aten._local_scalar_dense.default, (n,)) for i, n in given.items()}
         numbers = enumerate(self.numbers)
         numbers_left = iter([read.get(self.shared.get(i, i), number) for i, number in numbers])
         sizes_left = iter(sizes)
@@ -456,20 +447,20 @@ class RecordedFunction:
             arguments = operation.arguments(
                 map(nodes.__getitem__, operation.tensors), numbers_left, sizes_left
             )
-            node = graph.call_function(operation.signature.operator, *arguments)
+            node = body.call_function(operation.signature.operator, *arguments)
             for i, value in enumerate(operation.results):
                 has_several = operation.signature.returns_several
-                nodes[value] = graph.call_function(operator.getitem, (node, i)) if has_several else node
+                nodes[value] = body.call_function(operator.getitem, (node, i)) if has_several else node
         for target, value in zip(targets, self.kept, strict=True):
-            graph.call_function(aten.copy_.default, (target, nodes[value]))
-        graph.output(())
+            body.call_function(aten.copy_.default, (target, nodes[value]))
+        body.output(())
         if self.is_together:
             values = self._segment.values
             made = [*nodes.items(), *zip(self.kept, targets, strict=True)]
             with scope.fake_mode:
                 examples: dict[Node, Any] = {node: values[value].spec.empty() for value, node in made}
             examples |= zip(read.values(), scope.numbers, strict=True)
-            for node in graph.nodes:  # an operator that writes returns its first operand
+            for node in body.nodes:  # an operator that writes returns its first operand
                 examples.setdefault(node, examples.get(next(iter(node.all_input_nodes), node)))
                 node.meta["example_value"] = examples[node]
-        return GraphModule(named, graph)
+        return GraphModule(named, body)
