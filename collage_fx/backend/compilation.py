@@ -23,7 +23,7 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 from torch.optim import Optimizer
 
-from collage_fx import capture, errors, graph, state, torch_compat
+from collage_fx import capture, errors, graph, report, state, torch_compat
 from collage_fx.capture import Families, describe_input, is_of_concern, refuse_overlaps
 from collage_fx.graph import Reason, Role, is_float32_tensor, is_low_precision_tensor, placeholders
 from collage_fx.lowering import Lowered, interpreted, lower, why_not_compiled
@@ -32,15 +32,6 @@ from collage_fx.numerics import ERROR_FORMATS, PACKED_FORMATS, WEIGHT_FORMATS, E
 from collage_fx.options import Options
 from collage_fx.options.budgets import TOLERANCE, Budget, best_budget, budgets_for, budgets_for_parts
 from collage_fx.pipeline import ANALYSIS, SUMMING, in_float32, run_pipeline
-from collage_fx.report import (
-    GraphReport,
-    PassLog,
-    TensorReport,
-    enough,
-    tensor_report,
-    treatments,
-    updates_of,
-)
 from collage_fx.runtime import STAND_INS, MakingStep, Member, WholeStep
 from collage_fx.torch_compat import current_size, local_tensor, needs_autograd, storage_of, traced_frame_name
 
@@ -62,7 +53,7 @@ class Backend:
     def __init__(self, options: Options) -> None:
         self.options = options
         self.meter = Meter(options.metrics_every)
-        self.reports: list[GraphReport] = []  # one for each compilation, oldest first
+        self.reports: list[report.GraphReport] = []  # one for each compilation, oldest first
         #: Optimizer with a limit on bytes -> the budget that is used, then all budgets.
         self.budgets: WeakKeyDictionary[Optimizer, tuple[Budget, ...]] = WeakKeyDictionary()
         self._labels: WeakKeyDictionary[Optimizer, str] = WeakKeyDictionary()
@@ -585,7 +576,7 @@ class Compilation:
         self._refuse_lost_values(program)
         added = placeholders(program.gm.graph)[len(traced.example_inputs) :]
         example_inputs = [*traced.example_inputs, *(node.meta["val"] for node in added)]
-        pass_log = PassLog(self.subject, before)
+        pass_log = report.PassLog(self.subject, before)
         pipeline = self.options.passes if self.options.strategy != "none" else ANALYSIS
         run_pipeline(program, pipeline, observe=pass_log)
         if self.options.strategy == "none" and program.captured is not None:
@@ -635,7 +626,7 @@ class Compilation:
         why = (*graph.not_taken(("by family", not_by_family)), *made.reasons, *without)
         sums = "updates of float32 tensors, without error terms; their changes are summed"
         note_of_sums = f"{self.subject}: {sums}" if program.summed and not program.states else ""
-        report = GraphReport(
+        told = report.GraphReport(
             captured=before,
             repetition=repetition,
             subject=self.subject,
@@ -647,12 +638,12 @@ class Compilation:
             pipeline=pipeline,
             route=graph.Route(made.unit, self.recorded, bool(program.measured), why),
             budgets=self.budgets,
-            updates=updates_of(self.optimizers.values()),
+            updates=report.updates_of(self.optimizers.values()),
             note=" ".join(filter(None, (note_of_sums, self._note_of_decay(program, others)))),
         )
-        pass_log.lowered(report.code)
+        pass_log.lowered(told.code)
         is_kept = any(entry.compensated or entry.packed for entry in program.states)
-        self._keep(report, compensated=is_kept, started=started)
+        self._keep(told, compensated=is_kept, started=started)
         return made.step
 
     def _refuse_lost_values(self, program: graph.StepProgram) -> None:
@@ -780,7 +771,7 @@ class Compilation:
         """Return the most precise budget within the limit, or the smallest that is predicted to be enough."""
         limit, least = self.options.bytes_per_parameter, budgets[0].bytes
         if not isinstance(limit, float | int):
-            return enough(updates_of(self.optimizers.values()), budgets) or budgets[-1]
+            return report.enough(report.updates_of(self.optimizers.values()), budgets) or budgets[-1]
         return best_budget(budgets, max(limit, least) if takes_least else limit)
 
     def _refuse_other_error_terms(self, infos: Sequence[graph.InputInfo], error_format: ErrorFormat) -> None:
@@ -824,22 +815,19 @@ class Compilation:
         step = self.backend.lower_as_captured(gm, traced.example_inputs, traced.inductor_options)
         return Lowered(step, "as captured")
 
-    def _rows(self, program: graph.StepProgram) -> tuple[TensorReport, ...]:
+    def _rows(self, program: graph.StepProgram) -> tuple[report.TensorReport, ...]:
         """Return the report's rows: the optimizers' tensors in their order, then all others."""
-        rows: list[TensorReport] = []
+        rows: list[report.TensorReport] = []
         repetition, infos = program.repetition, program.infos
         for entry in program.states:
             if entry.info.role is Role.NEW:
                 continue
-            row = tensor_report(entry)
-            of_shape = functools.cache(partial(tensor_report, entry))
+            row = report.tensor_report(entry)
+            of_shape = functools.cache(partial(report.tensor_report, entry))
             suffixes = [name.removeprefix(entry.placeholder.name) for name in row.inputs]
             owner = repetition.owners[entry.position]
-            symbols = [
-                [infos[index].symbol for index in copies]
-                for copies, of in zip(repetition.copies, repetition.owners, strict=True)
-                if of == owner
-            ]
+            copied = zip(repetition.copies, repetition.owners, strict=True)
+            symbols = [[infos[index].symbol for index in copies] for copies, of in copied if of == owner]
             own_numbers = [each for each in symbols if len({*each}) > 1]
             for member, (index, value) in enumerate(repetition.copies_of(entry.position, entry.value)):
                 hi = entry.placeholder.name if repetition.is_whole else graph.input_name(index)
@@ -857,14 +845,14 @@ class Compilation:
             return self._lower_as_captured(traced).step
         self.left_alone = True
         captured = graph.copy_of(traced.gm)
-        pass_log = PassLog(self.subject, captured)
+        pass_log = report.PassLog(self.subject, captured)
         with torch_compat.generated_code() as code:
             made = self._lower_as_captured(traced)
         pass_log.lowered(tuple(code))
         lowered = "lowered by Inductor" if made.unit == "as captured" else "run by torch"
         note = f"{self.subject}: {why}; {lowered} as it is"
         log.info(note)
-        report = GraphReport(
+        told = report.GraphReport(
             captured=captured,
             repetition=graph.Repetition.whole(len(placeholders(captured.graph))),
             subject=self.subject,
@@ -873,20 +861,20 @@ class Compilation:
             note=note,
             route=graph.Route(made.unit, self.recorded, reasons=made.reasons),
         )
-        self.backend.reports.append(report)
+        self.backend.reports.append(told)
         return made.step
 
-    def _keep(self, report: GraphReport, *, compensated: bool, started: float) -> None:
+    def _keep(self, told: report.GraphReport, *, compensated: bool, started: float) -> None:
         """Keep and log a report; note that the optimizers have a compiled step."""
         if compensated:
             for optimizer in self.optimizers.values():
                 state.note_compiled(optimizer)
                 capture.note_compiled_step(optimizer, self.request)
-        self.backend.reports.append(report)
-        log.info("%s, %s in %.1f s", report.headline, self.backend.verb, time.perf_counter() - started)
-        for line in (str(report.route), *report.route.explained()):
+        self.backend.reports.append(told)
+        log.info("%s, %s in %.1f s", told.headline, self.backend.verb, time.perf_counter() - started)
+        for line in (str(told.route), *told.route.explained()):
             log.debug("%s: %s", self.subject, line)
-        for group in treatments(report.tensors):
+        for group in report.treatments(told.tensors):
             row = group.example
             log.debug("%s: %s: %s; %s", self.subject, group.what, row.recurrence, row.why)
 

@@ -463,11 +463,8 @@ class _Search:
     def _gradients(self) -> dict[int, int]:
         """Map the gradients of rows that were not traced to the indices of their parameters."""
         of = {id(value.grad): index for index, value in enumerate(self.inputs[: self.bound])}
-        return {
-            index: of.get(id(value), -1)
-            for index, value in enumerate(self.inputs)
-            if index >= self.bound and self.rows.is_left_out(value)
-        }
+        passed = enumerate(self.inputs[self.bound :], self.bound)
+        return {i: of.get(id(value), -1) for i, value in passed if self.rows.is_left_out(value)}
 
     def _module(self, indices: set[int], kept: set[Node], results: list[Node]) -> GraphModule:
         """Copy some of the operations, and the inputs that they read, into a module."""
