@@ -28,8 +28,7 @@ WeightFormatName = Literal["int16x32"]
 Dtype = Literal["bfloat16", "float16", "float32"]
 Architecture = Literal["sm_80", "sm_90", "sm_100", "gfx942"]
 
-#: Default number of steps of an audit: enough for scheduled numbers to change, and for work done in every
-#: fifth step.
+#: Default steps of an audit: enough for scheduled numbers to change, and for work done in every fifth step.
 AUDIT_STEPS = 40
 
 #: A pass, whose class needs torch: collage_fx.pipeline.Pass.
@@ -44,8 +43,7 @@ def _option(
     """Return the field of an option, with its effect in a few words and its documentation.
 
     ``registry`` names a table of ``collage_fx.numerics`` whose names are allowed, too; ``otherwise`` is
-    another remedy for a value that is not allowed; ``in_shell`` says whether the command line offers the
-    option.
+    another remedy for a value that is not allowed; ``in_shell``: whether the command line offers it.
     """
     about = {"summary": summary, "text": text, "registry": registry, "otherwise": otherwise}
     return field(default=default, metadata=about | {"in_shell": in_shell})

@@ -2,13 +2,11 @@
 
 ``torch.compile(optimizer.step, backend=...)`` returns a callable, for training loops that you write yourself.
 A trainer calls ``optimizer.step(closure)``, a scheduler wraps that method, a checkpoint makes state by it. So
-:func:`install` sets a method on the one optimizer. Its class, its hooks, its state dict and torch stay
-unchanged.
+:func:`install` sets a method on the one optimizer. Class, hooks, state dict and torch stay unchanged.
 
 If the step calls its closure first, the closure is called before the compiled step, eagerly, as the trainer
 means it: Dynamo does not trace a forward and a backward pass. The compiled step is given a closure that
-returns the same result, or None if it would do nothing with the result but return it. The optimizer's own
-hooks run around the step, too.
+returns the same result, or None if it would only return it. The optimizer's own hooks run around the step.
 
 ``optimizer.step`` may be an attribute that the program has set. A program that sets it afterwards is told so:
 Note [Replaced steps] in ``torch_compat/own_steps.py``.
@@ -311,8 +309,7 @@ class CompiledStep:
         """Take a step that has replaced this step; return its result, and whether it called this step.
 
         Raises:
-            EagerStepError: the step cannot call this step, or has updated parameters without it. If the
-                backend is not strict, this is a warning.
+            EagerStepError: it cannot call this step, or has updated without; a warning if not strict.
         """
         parameters = [p for _, p in state.parameter_names(self._optimizer)]
         calls, versions = self._calls, list(map(version_of, parameters))

@@ -50,8 +50,7 @@ PIPELINE: tuple[Pass, ...] = (
     HoistScalars(),  # last: once(...) goes between the final numbers and the final elementwise operations
 )
 
-#: Passes that do not rewrite for compensation: strategy "none" runs them for its report; the captured graph
-#: then goes to plain Inductor.
+#: Passes that do not compensate: strategy "none" runs them for its report, and lowers the captured graph.
 ANALYSIS: tuple[Pass, ...] = PIPELINE[: PIPELINE.index(Allocate())]
 
 #: Passes that choose the format of each state tensor, the last of :data:`ANALYSIS`.

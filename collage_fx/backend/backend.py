@@ -71,8 +71,7 @@ class CollageBackend(Backend):
 
         Args:
             model: the model whose names for the parameters are used. Without it they are the names that the
-                optimizer was given (``AdamW(model.named_parameters())``), or else positions, which name no
-                modules.
+                optimizer was given (``AdamW(model.named_parameters())``), or else positions, without modules.
 
         Raises:
             CollageError: nothing is measured, because ``metrics=False``.

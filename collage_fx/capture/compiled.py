@@ -8,8 +8,7 @@ what a recurrence loses, and Inductor writes ``x * x`` for ``x ** 2``. A number 
 for which an operator takes no tensor is *burned in*: compiled as a constant each time, a few times.
 Checkpoints tell which numbers have changed, so that a resumed run has the same constants.
 
-Once sizes change, all sizes are symbols. Decisions of the trace by the values of sizes or numbers are checked
-before each call.
+Once sizes change, all are symbols. Decisions of the trace by sizes or numbers are checked before each call.
 
 Note [Stale code]
 -----------------

@@ -20,13 +20,11 @@ of all components (:mod:`collage_fx.graph.families`).
 * No two inputs may share memory, though they may lie side by side in one storage, as the gradients of FSDP
   and DistributedDataParallel do: components can then run in any order.
 * A component of DTensors, all of one shape and sharded alike, becomes a component of this process's shards if
-  each element turns out to be computed from the same elements alone. For others, AOTAutograd knows what the
-  processes have to exchange.
+  each element turns out to be computed from the same elements alone. AOTAutograd knows what others exchange.
 
 Dynamo, whose trace takes longest, gets only two rows of each layout of the lists of parameters, gradients and
 state that the steps of torch.optim loop over (:func:`rows_to_trace`), of two sizes if there are. If both turn
-out to be members of the same families, at the same indices, the rows left out are members too. Otherwise the
-step is traced once more.
+out to be members of the same families, at the same indices, so are the others. If not, all are traced.
 
 Note [Lists are no families]
 ----------------------------
@@ -34,8 +32,7 @@ torch.optim gives lists of a model's tensors to ``_foreach_`` functions on a GPU
 them, which makes all updates one component. A rule (:func:`~collage_fx.graph.foreach_rule`) writes it as an
 operation for each element. Then updates are components of their own, and equal ones are a family.
 
-Whatever is not understood becomes a :class:`~collage_fx.graph.Reason`, which the report shows: the graph is
-then compiled whole, as a family of one.
+Whatever is not understood becomes a :class:`~collage_fx.graph.Reason` in the report: the graph is one family.
 """
 
 from __future__ import annotations
@@ -268,18 +265,16 @@ class _Search:
     def adds_rows_left_out(self, families: list[list[_Component]]) -> bool:
         """Add the rows left out to the families; return False if the traced rows do not justify that.
 
-        They justify it if the two rows of each layout have their components in the same families, and nothing
-        else.
+        They do if the two rows of each layout have their components in the same families, and nothing else.
         """
         if not self.rows.thinned:
             return True
         members: dict[tuple[int, int], list[tuple[int, tuple[int, ...], list[int]]]] = defaultdict(list)
         rows: dict[int, tuple[int, int]] = {}
+        cell_of = self.rows.cells.get
         for f, family in enumerate(families):
             for component in family:
-                cells = [
-                    self.rows.cells.get(id(self.inputs[index]), (-1, -1, -1)) for index in component.inputs
-                ]
+                cells = [cell_of(id(self.inputs[index]), (-1, -1, -1)) for index in component.inputs]
                 if len({(t, r) for t, _, r in cells}) != 1:
                     return False
                 t, _, r = cells[0]

@@ -61,8 +61,7 @@ def describe_inputs(
 def describe_input(value: Any, fallback: str, known: Mapping[int, KnownTensor], *, bound: bool) -> InputInfo:
     """Describe an input of a Dynamo graph.
 
-    ``fallback`` is a name for a tensor that no optimizer holds. A ``bound`` input is an attribute of the
-    graph's module.
+    ``fallback``: name of a tensor that no optimizer holds. A ``bound`` input is an attribute of the module.
     """
     if not isinstance(value, Tensor):
         return _describe_number(fallback, value)

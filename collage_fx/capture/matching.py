@@ -16,8 +16,7 @@ pattern's one by one. Where the segment ends, the code is called.
 * Where a call differs, another pattern with the same calls so far goes on. If there is none, the calls so
   far, which have not been executed, are recorded, and the rest of the segment.
 * Calls that are executed at once (counters, views of whole tensors) are executed when they are matched.
-* At a pattern's first match, all components are compiled once more, as one graph: equal updates then are one
-  call of a kernel.
+* At a pattern's first match, its components are compiled again as one graph: equal updates become one call.
 * Steps with a closure or under autocast are never matched, nor are segments with operations that no mode for
   torch functions sees (scripted functions), or that enable gradients.
 """
@@ -153,8 +152,7 @@ class Matcher(TorchFunctionMode):
     recorded like an update, a deep copy like a clone. Note [A wish for speed] in
     ``torch_compat/fused_updates.py``.
 
-    The ``recorder`` is entered before. ``binds``: whether code may hold the optimizer's tensors, and lives no
-    longer than the optimizer.
+    The ``recorder`` is entered before. ``binds``: code may hold the optimizer's tensors, and dies with it.
     """
 
     def __init__(self, recorder: Recorder, is_gradient: Callable[[Tensor], bool], *, binds: bool) -> None:

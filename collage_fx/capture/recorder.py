@@ -22,8 +22,7 @@ ordinary tensors, in place (``torch.utils.swap_tensors``).
   ``compiled.py``. So are shapes, once they change. An operator that takes no such number as an argument, and
   is given new numbers again and again, is executed at once as well.
 * State is not packed: no component shows all that the step does with a state (``recording.py``).
-* A step that makes the calls of an earlier one is not recorded again: Note [Matched steps] in
-  ``matching.py``.
+* A step with the calls of an earlier one is not recorded again: Note [Matched steps] in ``matching.py``.
 """
 
 from __future__ import annotations
@@ -66,8 +65,7 @@ from collage_fx.torch_compat import pytree, storage_of
 
 aten = torch.ops.aten
 
-#: Number of compiled functions that may differ in numbers which their operators take only as constants; from
-#: then on these operators are executed at once.
+#: Compiled functions that may differ in burned-in numbers; from then on their operators are executed at once.
 BURNED_IN_AGAIN = 4
 
 #: Name of a function -> its numbers, None where a number has changed. Checkpoints hold them.
@@ -142,8 +140,7 @@ class Recorder(torch_compat.TorchDispatchMode):
         """Return True: this mode does not keep Dynamo from compiling, in this thread or others."""
         return True
 
-    # Entering and leaving a mode saves and restores a flag that all threads share, and that is set while a
-    # thread compiles.
+    # Entering and leaving a mode saves and restores a flag of all threads, which is set while one compiles.
 
     def __enter__(self) -> Recorder:
         with torch_compat.compile_lock:
@@ -227,8 +224,7 @@ class Recorder(torch_compat.TorchDispatchMode):
 
         The operation reads tensors with error terms, and others beside them, in float32; its results are
         rounded by an operation that is recorded. Where it only moves elements, error terms follow. Two kinds
-        read rounded values: numbers that Python reads, and factorizations, which do not exist for 16-bit
-        tensors.
+        read rounded values: numbers that Python reads, and factorizations, which 16-bit tensors do not have.
         """
         func = signature.operator
         if signature.reads_no_values or factorizes(func) or func is aten._local_scalar_dense.default:
@@ -498,8 +494,7 @@ class Recorder(torch_compat.TorchDispatchMode):
     def _compile(self, function: RecordedFunction, *, takes_sizes: bool) -> Compiled:
         """Compile a function, with the numbers that have been seen to change as inputs, and note its numbers.
 
-        Code with one of the former as a constant is stale. Whether the tensors have error terms by now makes
-        no difference.
+        Code with one of the former as a constant is stale, whether or not tensors have error terms by now.
         """
         of_these_sizes, of_any = function.names()
         last = self._numbers.get(of_these_sizes) or self._numbers.get(of_any) or function.numbers

@@ -269,8 +269,7 @@ def beginning_in_call(
 ) -> Callable[[], None] | None:
     """Return the function that records the call of a compiled callable that Python is in, and later calls.
 
-    None if there is no such call, or one that is given a function, whose forward and backward pass would be
-    recorded.
+    None if there is none, or one that is given a function, whose forward and backward pass would be recorded.
     """
     call = torch_compat.running_call()
     if call is None or any(map(callable, pytree.tree_leaves(call.arguments))):

@@ -186,8 +186,7 @@ def refuse_unsupported(gm: GraphModule, inputs: Sequence[graph.InputInfo], *, pa
 def refuse_fused_operators(gm: GraphModule) -> None:
     """Raise if a captured graph calls a fused update of torch itself, on low-precision tensors.
 
-    AOTAutograd fails at them. Steps of torch.optim do not: Note [A wish for speed] in
-    ``torch_compat/fused_updates.py``.
+    AOTAutograd fails at them. Not torch.optim: Note [A wish for speed] in ``torch_compat/fused_updates.py``.
     """
     for node in gm.graph.nodes:
         name = torch_compat.fused_operator(node.target)

@@ -10,7 +10,7 @@ each family]. So once the set of gradients differs from the compilation before, 
 *members*, and no guard asks for their gradients. The compiled step looks at them, and calls the kernels of
 the rows that have one (:class:`~collage_fx.runtime.WholeStep`).
 
-* While the step is compiled, members without a gradient get a placeholder (:func:`add_stand_ins`), so that
+* While the step is compiled, members without a gradient get a placeholder (:func:`note_gradients`), so that
   the step loops over their rows, too. The placeholder is never read.
 * Members are parameters that have had a gradient or state. The second time that gradients differ, members are
   all parameters that require a gradient: their state is made then, as for a first step, with a step counter
@@ -63,19 +63,18 @@ class Rows:
         return self.are_understood and self.changes > 0
 
 
-def note_gradients(optimizer: Optimizer) -> None:
-    """Note which parameters have a gradient, when a compilation of the optimizer's step begins."""
+def note_gradients(optimizer: Optimizer, *, with_stand_ins: bool) -> None:
+    """Note which parameters have a gradient, when a compilation of the optimizer's step begins.
+
+    ``with_stand_ins``: members without a gradient get a placeholder, until :func:`remove_stand_ins`.
+    """
     rows = Rows.of(optimizer)
     present = {id(p): p.grad is not None for _, p in parameter_names(optimizer)}
     rows.changes += any(rows.present.get(p, is_there) != is_there for p, is_there in present.items())
     rows.present = present
     rows.known |= {id(p): p.grad.dtype for _, p in parameter_names(optimizer) if p.grad is not None}
 
-
-def add_stand_ins(optimizer: Optimizer) -> None:
-    """Give each member without a gradient a placeholder, until :func:`remove_stand_ins`."""
-    rows = Rows.of(optimizer)
-    if not rows.come_and_go:
+    if not (with_stand_ins and rows.come_and_go):
         return
     for _, p in parameter_names(optimizer):
         is_known = id(p) in rows.known or has_state(optimizer, p)
@@ -156,8 +155,7 @@ def have_other_sizes(thinned: Iterable[ThinnedLists]) -> bool:
 class ListRows:
     """Rows of lists, both traced and left out.
 
-    A cell is the position of a tensor in the lists that a step loops over: (set of lists, list in the set,
-    row).
+    A cell is a tensor's position in the lists that a step loops over: (set of lists, list in the set, row).
     """
 
     def __init__(self, thinned: Sequence[ThinnedLists]) -> None:

@@ -308,13 +308,10 @@ class Segment:
     def still_referenced(self, *, by_python: bool) -> list[int]:
         """Return the numbers of the deferred tensors that are referenced outside of the segment.
 
-        If ``by_python``, references of torch do not count: of a view, of an operation that calls others, and
-        of autograd.
+        If ``by_python``, references of torch do not count: of views, autograd, operations that call others.
         """
         deferred = [(number, v) for number, v in enumerate(self.values) if type(v.tensor) is Deferred]
-        by_python = by_python and not any(
-            v.base == number and v.tensor.requires_grad for number, v in deferred
-        )
+        by_python = by_python and not any(v.base == n and v.tensor.requires_grad for n, v in deferred)
         return [
             number
             for number, value in deferred

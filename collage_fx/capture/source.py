@@ -2,8 +2,7 @@
 
 If a step calls its closure once and before anything else, a trainer's closure (forward and backward) can be
 called before the compiled step, which is given the result. Sharpness-aware, extragradient and line-search
-steps move parameters between two calls: they are given the closure itself, which is right in any case, as is
-a step that cannot be judged.
+steps move parameters between two calls: they get the closure itself, as do steps that cannot be judged.
 """
 
 from __future__ import annotations
@@ -70,8 +69,7 @@ class _Call(NamedTuple):
 def first_call(optimizer: Optimizer, steps: Sequence[Callable[..., Any]] | None = None) -> FirstCall | None:
     """Return the call that an optimizer's step makes of its closure; None if the step needs the closure.
 
-    The first of the ``steps``, by default the optimizer's and its base classes', may pass its closure on to
-    the next.
+    The first of ``steps``, by default its own and its base classes', may pass its closure on to the next.
     """
     if steps is None:
         steps = [vars(each)["step"] for each in type(optimizer).__mro__ if "step" in vars(each)]
@@ -301,8 +299,7 @@ def _is_plain(value: ast.expr | None) -> bool:
 def within_reach(variables: Mapping[str, Any]) -> tuple[list[Optimizer], list[Tensor]]:
     """Return the optimizers and the weights among variables, and among attributes of objects in them.
 
-    A weight is a parameter, or another tensor with error terms. Modules are not looked into: a forward pass
-    updates no weights.
+    A weight is a parameter, or a tensor with error terms. Modules are left out: a forward pass updates none.
     """
     ignored = (Optimizer, torch.nn.Module, type, ModuleType, FunctionType)
     objects = [

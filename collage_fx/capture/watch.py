@@ -35,8 +35,7 @@ nothing in a step that is compiled already:
   reported (:func:`_check_plain_step`; the first may be taken by something compiled inside).
 
 ``strict`` backends raise a :class:`~collage_fx.errors.CollageError`; others warn once for each optimizer and
-reason. Writes between two steps are checked at the next step: Note [Written between two steps] in
-``state/written.py``.
+reason. Writes between two steps are checked later: Note [Written between two steps] in ``state/written.py``.
 """
 
 from __future__ import annotations
@@ -73,8 +72,7 @@ log = logging.getLogger("collage_fx")
 COMPILATIONS = 4
 
 #: Dynamo's settings while it traces for this backend: its own limits are out of reach, numbers read from
-#: tensors become part of the graph, and a step doesn't call two functions more that would mark its beginning
-#: for a profiler.
+#: tensors become part of the graph, and no two functions more mark a step's beginning for a profiler.
 SETTINGS = {
     "recompile_limit": 1 << 30,
     "accumulated_recompile_limit": 1 << 30,
@@ -180,8 +178,7 @@ def _at_trace(optimizer: Optimizer) -> Iterable[torch_compat.Place] | None:
 def _record_if_classes_matter(optimizer: Optimizer, request: Request) -> None:
     """Record a step that may ask its parameters for a class of which Dynamo knows nothing, from here on.
 
-    Dynamo takes a parameter for a ``Parameter``, and so compiles another branch than Python takes. The steps
-    of torch.optim ask for no class.
+    Dynamo takes it for a ``Parameter``, so compiles another branch. Steps of torch.optim ask for no class.
     """
     if torch_compat.is_of_torch_optim(type(optimizer).step):
         return
@@ -265,9 +262,7 @@ def _within_conversion(compiler: Any, code: CodeType, variables: Mapping[str, An
         stack.callback(rows.remove_stand_ins, optimizers)
         for optimizer in optimizers:
             if torch_compat.is_torchs_step(optimizer, code, variables):
-                rows.note_gradients(optimizer)
-                if not torch_compat.is_traced_whole():
-                    rows.add_stand_ins(optimizer)
+                rows.note_gradients(optimizer, with_stand_ins=not torch_compat.is_traced_whole())
         if stepped is not None:
             stack.enter_context(
                 recording.show_progress(type(stepped).__name__, in_log=torch_compat.is_step_wrapper(code))
@@ -333,8 +328,7 @@ def record_instead(
 ) -> None:
     """Record optimizers from now on, and begin again, while a function that steps them is compiled.
 
-    If Python is in the middle of a step, the rest of that step is recorded, too. Optimizers that cannot be
-    recorded are left alone.
+    In the middle of a step, the rest of it is recorded, too. Optimizers that cannot be recorded are left out.
     """
     recordable = [o for o in optimizers if is_recordable(o) and not (is_recorded(o) or is_being_stepped(o))]
     for optimizer in recordable:
@@ -389,8 +383,7 @@ def _subjects(code: CodeType, variables: Mapping[str, Any]) -> list[Optimizer | 
     """Return the subjects to count a function's compilations for: its optimizers, or else its code.
 
     All functions that a decorator wraps have one code, that of its wrapper: the code inside counts then.
-    Dynamo compiles functions that a file of torch defines, such as those of ``torch.no_grad``, in a wrapper
-    of its own.
+    Dynamo compiles functions defined in a file of torch, as ``torch.no_grad``'s, in a wrapper of its own.
     """
     if optimizers := state.optimizers_among(variables).values():
         return [*optimizers]

@@ -91,8 +91,7 @@ class CollageCallback(TrainerCallback):  # type: ignore[misc]  # its types are n
 def _put_first(callback: TrainerCallback) -> None:
     """Move a callback to the front of the trainer's callbacks, which call it now.
 
-    The trainer has trackers such as TensorBoard before all callbacks of the program, and gives no callback a
-    reference to the others.
+    The trainer puts trackers such as TensorBoard before a program's callbacks, and gives no access to others.
     """
     frame = inspect.currentframe()
     while frame is not None:

@@ -67,8 +67,7 @@ class Budget:
         return f"strategy={self.strategy!r}, error_format={self.error_format!r}{given}"
 
 
-#: Combinations of options, the most precise first: Note [The order of budgets]. State without error terms is
-#: dithered.
+#: Combinations of options, the most precise first: Note [The order of budgets]. Other state is dithered.
 BUDGETS = (
     Budget("full", "exact"),
     Budget("light", "exact", "block16"),
@@ -142,8 +141,7 @@ def best_budget(budgets: Sequence[Budget], limit: float) -> Budget:
 def frontier(budgets: Sequence[Budget]) -> list[Budget]:
     """Return the budgets, of some with the smallest first, that are more precise than each of no more bytes.
 
-    Two budgets of as many bytes for the same error format treat all tensors alike; the simpler stands for
-    both.
+    Two of as many bytes for the same error format treat all tensors alike: the simpler stands for both.
     """
     alike: dict[tuple[float, str], list[Budget]] = defaultdict(list)
     for budget in budgets:

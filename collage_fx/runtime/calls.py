@@ -43,8 +43,7 @@ class Stack:
 
     index: int  # of the stack among the results of its plan
     members: tuple[int, ...]  # indices of the values, results without memory of their own
-    #: Whether the members are numbers of the host, which keep their memory: the stack is in the table that is
-    #: uploaded to the device.
+    #: Whether the members are numbers of the host, with own memory: the stack is in the uploaded table.
     of_host: bool = False
 
 

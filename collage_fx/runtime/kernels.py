@@ -29,8 +29,7 @@ class Column(NamedTuple):
 class Stackable(NamedTuple):
     """Rule whose calls may be made for stacks: Note [Stacks of tensors]."""
 
-    #: Function that compiles a kernel for stacks, given for each operand whether it is a stack, or returns
-    #: why that is impossible.
+    #: Function of whether each operand is a stack: compiles a kernel for stacks, or returns why it cannot.
     compiled: Callable[[tuple[bool, ...]], Kernel | Reason]
     operands: tuple[tuple[Any, ...], ...]  # size, stride, dtype and device of each operand of a single call
 
@@ -39,8 +38,7 @@ class Stackable(NamedTuple):
 class Kernel:
     """Compiled code of a rule."""
 
-    #: Function of a single list: the length if the rule is flat, the inputs, and memory for the results. None
-    #: if only ``function`` is called.
+    #: Function of a list: the length if the rule is flat, inputs, memory for results. None = not called.
     call: Callable[[list[Any]], Any] | None
     #: C++ function, or GPU kernel over a table; None if the rule is not independent, or has neither.
     function: CFunction | TableKernel | None = None
@@ -61,8 +59,7 @@ class Kernel:
 class Call:
     """Call of a kernel in a step.
 
-    Calls of a wave need only results of earlier waves, and write to no memory that another call of the wave
-    reads.
+    Calls of a wave need only results of earlier waves, and write to no memory that others of the wave read.
     """
 
     kernel: Kernel

@@ -209,8 +209,7 @@ class Launches(Table):
         ``present`` has a byte for each member, nonzero if it is launched; None for all.
 
         Raises:
-            ChangedTensorError: a CUDA graph is being captured; each replay would write the words of this step
-                into the table.
+            ChangedTensorError: a CUDA graph is being captured, whose replays would write this step's words.
         """
         if not self.table.numel():
             self._allocate()

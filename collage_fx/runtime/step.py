@@ -28,9 +28,6 @@ MOST_PATTERNS = 256
 #: ``id`` of each tensor that stands for a gradient that is absent from the current step.
 STAND_INS: ContextVar[frozenset[int]] = ContextVar("stand_ins", default=frozenset())
 
-#: Classes of tensors that are not made of others, whose memory may change.
-_PLAIN = frozenset((Tensor, torch.nn.Parameter))
-
 #: Function that returns some values of a list.
 Picking = Callable[[Sequence[Any]], tuple[Any, ...]]
 
@@ -41,11 +38,9 @@ class CompensatedStep:
 
     Note [Error terms of the last call]: looking up the record of each tensor takes a microsecond. So the
     buffers are remembered as long as no record has changed, for each set of arguments, by weak references,
-    because the tensor owns them. A tensor that dies takes its record with it, which is such a change, unless
-    a step has made it for itself.
+    because the tensor owns them. A tensor's death is such a change, unless a step has made it for itself.
 
-    The graph is called in AOTAutograd's convention. ``expected`` are the layouts of the arguments, and of the
-    error terms.
+    The graph has AOTAutograd's convention. ``expected`` are the layouts of arguments, and of error terms.
     """
 
     def __init__(
@@ -98,8 +93,7 @@ class Member(NamedTuple):
 class WholeStep:
     """Step that Dynamo calls instead of AOTAutograd's wrapper around the compiled graph.
 
-    ``step`` is a function of the list of the whole graph's inputs, and, if some members have no gradient, of
-    a :class:`~collage_fx.runtime.calls.Present`.
+    ``step`` takes the list of the whole graph's inputs, and, if some members have no gradient, a ``Present``.
     """
 
     def __init__(
@@ -218,7 +212,13 @@ class Binding:
     def added_to(self, arguments: Sequence[Any]) -> Sequence[Tensor]:
         """Return the tensors that a step takes beside the input in a call."""
         if (record := self.record()) is None:
-            tensor = self._tensor_in(arguments)
+            tensor: Tensor | None = arguments[self.index] if self.bound is None else self.bound()
+            if tensor is None:
+                raise LostErrorTermsError(
+                    "the tensor that this compiled step updates is gone, and its error terms with it",
+                    where=self.name,
+                    remedy="compile the step of the optimizer in use: torch.compile(opt.step, backend=...)",
+                )
             if self.reads and not holds_more(tensor):
                 self.is_owner = False
                 return self.error_format.zeros(local_tensor(tensor))
@@ -226,17 +226,11 @@ class Binding:
             record = ensure_record(tensor, self.error_format, name=self.name, is_passing=self.is_made)
             if self.bound is not None:
                 self.record = weakref.ref(record)
-            self.is_owner = type(tensor) in _PLAIN and record.owner() is tensor and not record.is_passing
+            is_plain = type(tensor) in (
+                Tensor,
+                torch.nn.Parameter,
+            )  # not made of others, which may change
+            self.is_owner = is_plain and record.owner() is tensor and not record.is_passing
         added = record.use(self.name)
         record.is_new &= self.reads  # the step that updates it keeps them
         return added
-
-    def _tensor_in(self, arguments: Sequence[Any]) -> Tensor:
-        tensor: Tensor | None = arguments[self.index] if self.bound is None else self.bound()
-        if tensor is None:
-            raise LostErrorTermsError(
-                "the tensor that this compiled step updates is gone, and its error terms with it",
-                where=self.name,
-                remedy="compile the step of the optimizer in use: torch.compile(opt.step, backend=...)",
-            )
-        return tensor

@@ -4,8 +4,7 @@ A kernel is called for all its tensors at once, by a C++ function on the host (`
 on a device (``launches.py``). It takes the arguments for a *piece* of a tensor from a row of 64-bit words:
 the addresses of the piece's first elements and of numbers, and its length. At each step, the current
 addresses of tensors are added. Numbers that a kernel reads by their addresses are words, too: the index of a
-piece's first element, and on a device numbers of the host. Numbers that a launch makes for another are in
-*cells*.
+piece's first element, and on a device numbers of the host. Numbers of one launch for another are in *cells*.
 """
 
 from __future__ import annotations
@@ -57,8 +56,7 @@ class Word(NamedTuple):
 class Table:
     """Table of words: rows of calls, and the numbers that they refer to.
 
-    ``place_of`` is a function from the index of a value to its operand code. The values with the indices
-    ``cells`` are in cells of the table.
+    ``place_of`` maps a value's index to its operand code. The values ``cells`` are in cells of the table.
     """
 
     def __init__(self, place_of: Callable[[int], int], cells: Collection[int] = ()) -> None:

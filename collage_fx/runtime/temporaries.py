@@ -4,8 +4,7 @@ Note [Members take turns]
 -------------------------
 A kernel is called for all tensors at once (Note [One call for all tensors]), so a value as large as a
 parameter that crosses from one kernel to the next is held for all parameters. Above the limit of a device the
-members of a step are divided into rounds that hold no more (or a single member), and take turns in the same
-memory.
+members of a step are divided into rounds that hold no more (or one member), and take turns in one memory.
 """
 
 from __future__ import annotations
@@ -90,8 +89,7 @@ def _after_members(calls: Sequence[Call]) -> set[int] | None:
 def first_fit(lifetimes: Sequence[Lifetime]) -> tuple[list[int], int]:
     """Return an offset for each buffer in common memory, and the bytes of that memory.
 
-    Buffers that are used in the same wave do not overlap. Each is put at the lowest offset that is free
-    during its lifetime.
+    Buffers that are used in the same wave do not overlap. Each has the lowest offset free in its lifetime.
     """
     offsets = [0] * len(lifetimes)
     placed: list[tuple[int, int, int]] = []  # offset, end, last wave
