@@ -164,10 +164,7 @@ def collage(
     mode: str | None = None,
     options: dict[str, Any] | None = None,
 ) -> Callable[..., Any]:
-    """Compile for ``torch.compile(..., backend="collage", options={...})``.
-
-    Options are those of :class:`CollageBackend`.
-    """
+    """Compile for ``torch.compile(..., backend="collage", options=...)`` by a :class:`CollageBackend`."""
     return backend_for(**(options or {}))(gm, example_inputs, mode=mode)
 
 

@@ -240,10 +240,7 @@ class _Search:
         return list(apart.values())
 
     def not_sharded_alike(self, component: _Component) -> Reason | None:
-        """Return why a component of DTensors cannot be computed on the local shards alone; None if it can.
-
-        The component is assumed to be elementwise, which is checked later.
-        """
+        """Return why a component of DTensors, if elementwise, is not one of local shards; None if it is."""
         pieces = {
             self.names[index]: (self.pieces.get(index), self.inputs[index].shape)
             for index in component.inputs
@@ -514,10 +511,7 @@ def _described(value: Any, named: Callable[[Node], Hashable]) -> Hashable:
 
 
 def _with_lists_apart(gm: GraphModule) -> GraphModule:
-    """Return a copy of a captured graph with an operation for each element of its lists.
-
-    Without lists, it is the graph itself. A function that has no rule is kept.
-    """
+    """Return a graph with an operation for each element of lists, for functions that have a rule."""
     if not any(_foreach_name(node) for node in gm.graph.nodes):
         return gm
     apart = graph.copy_of(gm)

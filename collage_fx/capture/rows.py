@@ -73,7 +73,6 @@ def note_gradients(optimizer: Optimizer, *, with_stand_ins: bool) -> None:
     rows.changes += any(rows.present.get(p, is_there) != is_there for p, is_there in present.items())
     rows.present = present
     rows.known |= {id(p): p.grad.dtype for _, p in parameter_names(optimizer) if p.grad is not None}
-
     if not (with_stand_ins and rows.come_and_go):
         return
     for _, p in parameter_names(optimizer):

@@ -645,10 +645,7 @@ def _before_eager_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
 
 
 def _eager_calls(optimizer: Optimizer, requested: _Requested | None) -> Iterator[tuple[Any, Request]]:
-    """Yield the functions, innermost first, that were to be compensated and that Python is in, with requests.
-
-    The optimizer's step runs eagerly in them.
-    """
+    """Yield functions that were to be compensated and that Python is in, innermost first, with requests."""
     is_held = own_step(optimizer) is not None and is_recordable(optimizer)  # the class's step, by a wrapper
     if requested is not None and (is_held or torch_compat.is_in_own_step(optimizer)):
         yield torch_compat.true_step(optimizer), requested.request

@@ -86,10 +86,7 @@ class Batch:
 
 
 def jobs_of(costs: Sequence[int], most: int) -> list[int]:
-    """Divide pieces into jobs; return the first piece of each job, and the number of pieces.
-
-    A job costs no more than ``most``, or is of a single piece.
-    """
+    """Return the first piece of each job, which costs ``most`` at most or is one piece; and their number."""
     starts, held = [0], 0
     for i, cost in enumerate(costs):
         if i and held + cost > most:
