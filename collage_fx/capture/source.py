@@ -207,7 +207,7 @@ class _Reader:
                 is_harmless = below is not each.test and self._is_condition(each.test)
             elif isinstance(each, ast.With):
                 callees = (ast.unparse(item.context_expr).partition("(")[0] for item in each.items)
-                is_harmless = all(name.endswith(("enable_grad", "set_grad_enabled")) for name in callees)
+                is_harmless = all(re.search(r"\b(set_grad_enabled|enable_grad)$", name) for name in callees)
             elif isinstance(each, ast.Call):
                 is_harmless = _is_plain(each.func)
             else:
