@@ -309,7 +309,7 @@ class CompiledStep:
         """Take a step that has replaced this step; return its result, and whether it called this step.
 
         Raises:
-            EagerStepError: it cannot call this step, or has updated without; a warning if not strict.
+            EagerStepError: the step cannot call this step, or updates without it; a warning if not strict.
         """
         parameters = [p for _, p in state.parameter_names(self._optimizer)]
         calls, versions = self._calls, list(map(version_of, parameters))

@@ -215,7 +215,7 @@ def _rows_to_trace(optimizer: Optimizer, lists: tuple[tuple[Any, ...], ...]) -> 
 
 
 def _is_refused(optimizer: Optimizer, *checks: Callable[[Optimizer], Any], strict: bool) -> bool:
-    """Check an optimizer; raise the first refusal if ``strict``, else warn; return whether there is one."""
+    """Check an optimizer; raise the first refusal if ``strict``, else warn; return whether it is refused."""
     try:
         for check in checks or (refusals.refuse_optimizer,):
             check(optimizer)

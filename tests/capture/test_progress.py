@@ -80,12 +80,12 @@ def test_a_terminal_shows_a_clock() -> None:
     program = """
         import time
         from collage_fx import clock
-        from collage_fx.capture import progress
+        from collage_fx.capture import recording
         clock.PATIENCE = clock.PERIOD = 0.1
-        with progress.show_progress("Descent"):
-            with progress.show_progress("another"):
+        with recording.show_progress("Descent"):
+            with recording.show_progress("another"):
                 time.sleep(0.35)
-        with progress.show_progress("Quick"):
+        with recording.show_progress("Quick"):
             pass
         """
     master, slave = pty.openpty()
