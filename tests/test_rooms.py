@@ -105,13 +105,22 @@ def _room_of(parts: Sequence[str]) -> str:
 
 
 def _imported(tree: ast.AST) -> Iterator[tuple[str, list[str]]]:
-    """Modules that a file imports, at any depth, and the names that it takes from each."""
+    """Modules that a file imports, at any depth, and the names that it takes from each.
+
+    Names of a room are taken by importing them, or as attributes of the room: after ``from collage_fx import
+    graph``, as ``graph.copy_of``.
+    """
+    rooms = set[str]()
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             yield from ((alias.name, []) for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
             assert not node.level, "imports are absolute"
             yield str(node.module), [alias.name for alias in node.names]
+            rooms |= {alias.name for alias in node.names} if node.module == "collage_fx" else set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id in rooms:
+            yield f"collage_fx.{node.value.id}", [node.attr]
 
 
 def _taken(tree: ast.AST) -> Iterator[tuple[str, str]]:
@@ -145,7 +154,7 @@ def _rooms_of(path: Path) -> set[str]:
         package, _, inner = module.partition(".")
         if package != "collage_fx":
             continue
-        rooms = [_room_of(inner.split("."))] if inner else names
+        rooms = [_room_of([*inner.split("."), name]) for name in names or [""]] if inner else names
         for room in rooms:
             assert room in LAW, f"{path} imports {room} from collage_fx itself, which re-exports it"
             found.add(room)

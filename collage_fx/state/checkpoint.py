@@ -112,6 +112,7 @@ from collage_fx.numerics import (
     format_named,
     is_low_precision,
 )
+from collage_fx.state import wide_state
 from collage_fx.state.claims import Claims, some
 from collage_fx.state.error_terms import (
     ErrorTermRecord,
@@ -143,15 +144,6 @@ from collage_fx.state.optimizers import (
 from collage_fx.state.own_methods import without_own_methods, wrap_own_method
 from collage_fx.state.packed import decoded, is_packed
 from collage_fx.state.replaced_state import format_before, note_held
-from collage_fx.state.wide_state import (
-    KEPT,
-    is_kept_wide,
-    is_narrow,
-    is_wide,
-    kept_entries,
-    replace_tensors,
-    value_kept,
-)
 from collage_fx.torch_compat import (
     distributed_like,
     has_storage,
@@ -332,7 +324,8 @@ def _save_by_own(optimizer: Optimizer, method: Callable[..., Any], *args: Any, *
         f"{owner[0]}.{owner[1]}.{format_name}.{auxiliary}": tensor
         for owner, auxiliaries in saved.items()
         if any(
-            format_name == KEPT or (each.dim() and name != FINGERPRINT and storage_of(each) not in present)
+            format_name == wide_state.KEPT
+            or (each.dim() and name != FINGERPRINT and storage_of(each) not in present)
             for (format_name, name), each in auxiliaries.items()
         )
         for (format_name, auxiliary), tensor in auxiliaries.items()
@@ -366,7 +359,7 @@ def _after_save(optimizer: Optimizer, saved: StateDict) -> StateDict:
     state, wider = dict(saved["state"]), {id(each.tensor): each for each in _still_wider(optimizer)}
     for key, _, parameter in _keyed_parameters(optimizer, saved):
         entry = optimizer.state.get(parameter)
-        kept = kept_entries(parameter, _state_slots(entry))
+        kept = wide_state.kept_entries(parameter, _state_slots(entry))
         auxiliaries = _keyed_auxiliaries(_slots(optimizer, parameter), are_flat=is_flattened(parameter))
         ours = {PREFIX + name: tensor for name, tensor in itertools.chain(auxiliaries, kept)}
         unchanged = {
@@ -1070,7 +1063,7 @@ def _kept_among(saved: Saved) -> Kept:
     """Remove the entries of wide and narrow state from the values under our keys, and return them."""
     kept: Kept = {}
     for owner, entries in list(saved.items()):
-        for key in [key for key in entries if key[0] == KEPT]:
+        for key in [key for key in entries if key[0] == wide_state.KEPT]:
             if not isinstance(dtype := getattr(torch, key[1], None), torch.dtype):
                 raise _mismatch(f"state of the unknown dtype {key[1]!r}", owner[1])
             kept[owner] = dtype, entries.pop(key)
@@ -1093,17 +1086,17 @@ def _restore_wide(optimizer: Optimizer, load: _Load, taken_over: set[Any]) -> No
             saved = slots.get(slot, None if dtype is None else _renamed_from(tensor, dtype, slots.values()))
             if saved is None or is_packed(tensor):
                 continue
-            if dtype is None and is_wide(saved.dtype, parameter):
+            if dtype is None and wide_state.is_wide(saved.dtype, parameter):
                 live = load.live.get((key, slot))
-                if is_kept_wide(saved, parameter, live, was_low_precision=was_low_precision):
+                if wide_state.is_kept_wide(saved, parameter, live, was_low_precision=was_low_precision):
                     dtype = saved.dtype
-            if dtype is None and is_narrow(saved.dtype, parameter):
+            if dtype is None and wide_state.is_narrow(saved.dtype, parameter):
                 dtype = saved.dtype if load.live.get((key, slot)) is saved.dtype else None
             if dtype is None or dtype is parameter.dtype:
                 continue
             if tensor.dtype is dtype and not _is_rounding_of(saved, tensor, parameter.dtype):
                 continue
-            value, is_whole = value_kept(saved, dtype, held)
+            value, is_whole = wide_state.value_kept(saved, dtype, held)
             if not is_whole:
                 rounded.append(f"{name}.{slot} ({dtype})")
             value = value.to(tensor.device)
@@ -1111,7 +1104,7 @@ def _restore_wide(optimizer: Optimizer, load: _Load, taken_over: set[Any]) -> No
             new[id(tensor)] = value.clone() if is_saved else value
         if new:
             entries = optimizer.state[parameter]
-            replace_tensors(entries if isinstance(entries, dict) else optimizer.state, new)
+            wide_state.replace_tensors(entries if isinstance(entries, dict) else optimizer.state, new)
     if rounded:
         _warn_of_checkpoint(
             type(optimizer),

@@ -23,16 +23,9 @@ from torch.optim import Optimizer
 from collage_fx.choices import did_you_mean
 from collage_fx.errors import CheckpointMismatchError, InvalidOptionError, UnsupportedTensorError
 from collage_fx.numerics import ERROR_FORMATS, is_low_precision
+from collage_fx.state import error_terms
 from collage_fx.state.checkpoint import adopt
 from collage_fx.state.claims import Claims
-from collage_fx.state.error_terms import (
-    ensure_record,
-    full_value,
-    has_error_terms,
-    record_of,
-    require_format,
-    write,
-)
 from collage_fx.state.fingerprints import fingerprint
 from collage_fx.state.optimizers import parameter_names
 from collage_fx.state.safetensors_file import NAMES, SafetensorsFile, write_safetensors
@@ -80,7 +73,7 @@ class _FullStateDict(Mapping[str, Any]):
         self._made_as: dict[int, str] = {}
         held = set(map(id, self.held.values()))
         for name, parameter in model.named_parameters():
-            if id(parameter) not in held and has_error_terms(parameter):
+            if id(parameter) not in held and error_terms.has_error_terms(parameter):
                 raise UnsupportedTensorError(
                     "a parameter with error terms that is not in model.state_dict() itself",
                     where=name,
@@ -94,7 +87,7 @@ class _FullStateDict(Mapping[str, Any]):
             return tensor
         made = self._made.get(id(tensor))
         if made is None or self._made_as[id(tensor)] == name:
-            made = full_value(tensor, self._dtype) if _is_full(tensor) else tensor.detach()
+            made = error_terms.full_value(tensor, self._dtype) if _is_full(tensor) else tensor.detach()
             if self._gather:
                 made = whole_tensor(made)
             self._made[id(tensor)], self._made_as[id(tensor)] = made, name
@@ -122,7 +115,7 @@ class _FullStateDict(Mapping[str, Any]):
 
 def _is_full(tensor: Tensor) -> bool:
     """Return whether a full state dict has hi + error terms of a tensor, rather than the tensor."""
-    is_weight = isinstance(tensor, Parameter) or has_error_terms(tensor)
+    is_weight = isinstance(tensor, Parameter) or error_terms.has_error_terms(tensor)
     return is_weight and is_low_precision(tensor.dtype)
 
 
@@ -215,9 +208,9 @@ def load_full_state_dict(
     stepped = {id(parameter) for _, parameter in parameter_names(optimizer)}
     _refuse_misfits(held, sources, stepped)
     for name, target in held.items():
-        record = record_of(target) if isinstance(target, Tensor) else None
+        record = error_terms.record_of(target) if isinstance(target, Tensor) else None
         if record is not None and id(target) in stepped:
-            require_format(record, kept_in, name=name)
+            error_terms.require_format(record, kept_in, name=name)
 
     claims = Claims()
     with torch.no_grad():
@@ -227,12 +220,12 @@ def load_full_state_dict(
                 model.load_state_dict({name: sources[name]}, strict=False)
                 continue
             is_stepped = id(target) in stepped and is_low_precision(target.dtype)
-            record = ensure_record(target, kept_in, name=name) if is_stepped else None
-            write(target, sources[name], record)
+            record = error_terms.ensure_record(target, kept_in, name=name) if is_stepped else None
+            error_terms.write(target, sources[name], record)
             if record is not None:
                 record.is_whole = True
                 claims.add(name, record, fingerprint(local_tensor(target), record.auxiliaries))
-            elif (live := record_of(target)) is not None:
+            elif (live := error_terms.record_of(target)) is not None:
                 live.clear()
 
 

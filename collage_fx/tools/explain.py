@@ -12,20 +12,10 @@ from torch.fx import GraphModule, Node
 from torch.optim import Optimizer
 from typing_extensions import Unpack
 
+from collage_fx import graph
 from collage_fx.backend import CollageBackend
 from collage_fx.choices import takes_options
 from collage_fx.clock import no_clock
-from collage_fx.graph import (
-    Reason,
-    Role,
-    StepProgram,
-    Unit,
-    copies_to_inputs,
-    copy_of,
-    not_taken,
-    placeholders,
-    repeated_graph,
-)
 from collage_fx.lowering import Lowered, interpreted, rules_of, why_not_compiled
 from collage_fx.numerics import STORAGE_FORMATS, is_low_precision
 from collage_fx.options import GivenOptions
@@ -81,19 +71,19 @@ class CaptureOnly(CollageBackend):
     verb = "explained"
 
     def lower(
-        self, program: StepProgram, example_inputs: Sequence[Any], inductor_options: dict[str, Any]
-    ) -> Lowered | Reason:
+        self, program: graph.StepProgram, example_inputs: Sequence[Any], inductor_options: dict[str, Any]
+    ) -> Lowered | graph.Reason:
         added = [node for state in program.expansions for node in state.added_inputs]
         small = _results_alone(program.gm, added)
         not_compiled = why_not_compiled(program.gm.graph, is_recorded=program.is_recorded)
         rules = not_compiled or rules_of(program.gm, always=not program.repetition.is_whole)
-        if isinstance(rules, Reason) and not program.repetition.is_whole:
+        if isinstance(rules, graph.Reason) and not program.repetition.is_whole:
             return rules
-        reasons = not_taken(("in parts", rules if isinstance(rules, Reason) else None))
-        unit: Unit = "whole" if reasons else "in parts" if program.repetition.is_whole else "by family"
+        reasons = graph.not_taken(("in parts", rules if isinstance(rules, graph.Reason) else None))
+        unit: graph.Unit = "whole" if reasons else "in parts" if program.repetition.is_whole else "by family"
         if not_compiled is not None:
             unit = "operation by operation"
-        return Lowered(interpreted(repeated_graph(small, program.repetition)), unit, reasons)
+        return Lowered(interpreted(graph.repeated_graph(small, program.repetition)), unit, reasons)
 
     def lower_as_captured(
         self, gm: GraphModule, example_inputs: Sequence[Any], inductor_options: dict[str, Any]
@@ -103,12 +93,12 @@ class CaptureOnly(CollageBackend):
 
 def _results_alone(gm: GraphModule, added: Sequence[Node]) -> GraphModule:
     """Return a copy of a graph without stores; ``added`` inputs of the passes become zeros in it."""
-    gm = copy_of(gm)
-    for store in copies_to_inputs(gm.graph).values():
+    gm = graph.copy_of(gm)
+    for store in graph.copies_to_inputs(gm.graph).values():
         gm.graph.erase_node(store)
     gm.graph.eliminate_dead_code()
     names = {node.name for node in added}
-    for node in placeholders(gm.graph):
+    for node in graph.placeholders(gm.graph):
         if node.name in names:
             with gm.graph.inserting_before(next(n for n in gm.graph.nodes if n.op != "placeholder")):
                 value = node.meta["val"]
@@ -133,7 +123,7 @@ def _has_state_not_met(optimizer: Optimizer, backend: CollageBackend) -> bool:
     state = {
         each.name
         for each in held
-        if each.role is Role.STATE and each.tensor.dtype in dtypes
+        if each.role is graph.Role.STATE and each.tensor.dtype in dtypes
         if is_low_precision(each.tensor.dtype) or each.tensor.dim()
     }
     return not state <= {row.name for row in backend.report().tensors}

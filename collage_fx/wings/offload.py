@@ -35,15 +35,7 @@ from collage_fx.errors import UnsupportedOptimizerError, UnsupportedTensorError
 from collage_fx.installation import InstallOptions, install, kept_backend, remove_release
 from collage_fx.state import hand_over, host_twin, parameter_names, set_host_twin, uploading
 from collage_fx.torch_compat import gradient_dtype, sharding_of
-from collage_fx.wings.gradient_release import (
-    Clip,
-    CommonValues,
-    GradientRelease,
-    reduced_late,
-    refuse_joint,
-    refuse_options,
-    sole_optimizer,
-)
+from collage_fx.wings import gradient_release
 
 
 @takes_options
@@ -53,7 +45,7 @@ def offload(
     accumulate: int | Callable[[], bool] = 1,
     bucket_bytes: int | None = None,
     max_norm: float | None = None,
-    clip: Clip = "last step",
+    clip: gradient_release.Clip = "last step",
     scaler: torch.amp.GradScaler | None = None,
     **options: Unpack[InstallOptions],
 ) -> Offload:
@@ -81,10 +73,10 @@ def offload(
         CollageError: the optimizer needs all gradients at once, or a closure; or a parameter is a DTensor,
             for which FSDP2 has ``CPUOffloadPolicy``. Nothing has changed.
     """
-    chosen = sole_optimizer(optimizer, where="offload")
-    refuse_options(accumulate, clip)
+    chosen = gradient_release.sole_optimizer(optimizer, where="offload")
+    gradient_release.refuse_options(accumulate, clip)
     _refuse_dtensors(chosen)
-    refuse_joint(chosen, where="offload")
+    gradient_release.refuse_joint(chosen, where="offload")
     if kept := kept_backend(chosen, options):
         options = {"backend": kept}
     return Offload(chosen, accumulate, bucket_bytes, max_norm, clip, scaler, options)
@@ -153,7 +145,7 @@ def link_to(device: torch.device) -> Link:
     return CudaLink(device) if device.type == "cuda" else Link()
 
 
-class Offload(GradientRelease):
+class Offload(gradient_release.GradientRelease):
     """Optimizer whose state is in host memory: the result of :func:`offload`.
 
     Attributes:
@@ -167,13 +159,13 @@ class Offload(GradientRelease):
         accumulate: int | Callable[[], bool] = 1,
         bucket_bytes: int | None = None,
         max_norm: float | None = None,
-        clip: Clip = "last step",
+        clip: gradient_release.Clip = "last step",
         scaler: torch.amp.GradScaler | None = None,
         options: InstallOptions | None = None,
         connect: Callable[[torch.device], Link] = link_to,
     ) -> None:
         remove_release(optimizer)  # twins of twins would not be where gradients come
-        is_reduced_late = reduced_late(p for _, p in parameter_names(optimizer))
+        is_reduced_late = gradient_release.reduced_late(p for _, p in parameter_names(optimizer))
         self._connect = connect
         self._link_to: dict[torch.device, Link] = {}
         named = list(parameter_names(optimizer))
@@ -297,7 +289,7 @@ class Offload(GradientRelease):
         assert gradient is not None
         link, is_complete = self._link_to[parameter.device], self.is_last_pass(twin)
         if is_complete and self._common is None:  # the thread may be late
-            self._common = CommonValues(self._optimizer)
+            self._common = gradient_release.CommonValues(self._optimizer)
         host_twin(parameter)  # of what the program has written since the last step
         with torch.no_grad():
             on_host = link.host_like(gradient)
