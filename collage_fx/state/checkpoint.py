@@ -360,7 +360,7 @@ def _after_save(optimizer: Optimizer, saved: StateDict) -> StateDict:
     for key, _, parameter in _keyed_parameters(optimizer, saved):
         entry = optimizer.state.get(parameter)
         kept = wide_state.kept_entries(parameter, _state_slots(entry))
-        auxiliaries = _keyed_auxiliaries(_slots(optimizer, parameter), are_flat=is_flattened(parameter))
+        auxiliaries = _keyed_auxiliaries(_slots(parameter, entry), are_flat=is_flattened(parameter))
         ours = {PREFIX + name: tensor for name, tensor in itertools.chain(auxiliaries, kept)}
         unchanged = {
             name: distributed_like(tensor, _as_loaded(tensor, wider[id(tensor)].wider))
@@ -544,7 +544,7 @@ def _read(optimizer: Optimizer, given: Mapping[str, Any], *, may_rename: bool = 
         kept = _kept_among(saved)
         _drop_present_formats(optimizer, plain, saved)
         _refuse_mismatches(optimizer, plain, saved, kept, may_rename=may_rename)
-        _refuse_damaged(plain, saved)
+        _refuse_damaged(optimizer, plain, saved)
     live = {owner: tensor.dtype for owner, _, tensor in _held(optimizer, plain)}
     return _Load(plain, saved, kept, live, _for_files(given))
 
@@ -856,12 +856,10 @@ def _drop_present_formats(optimizer: Optimizer, plain: StateDict, saved: Saved) 
 
     ``set_optimizer_state_dict`` of torch adds to a full state dict the entries that the optimizer has now.
     """
-    for key, _, parameter in _keyed_parameters(optimizer, plain):
-        for slot, tensor in ((PARAMETER_SLOT, parameter), *_state_slots(optimizer.state.get(parameter))):
-            auxiliaries, record = saved.get((key, slot), {}), record_of(tensor)
-            if record is not None and len({name for name, _ in auxiliaries}) > 1:
-                for each in [each for each in auxiliaries if each[0] == record.format.name]:
-                    del auxiliaries[each]
+    for owner, _, tensor in _held(optimizer, plain):
+        auxiliaries, record = saved.get(owner, {}), record_of(tensor)
+        if record is not None and len({name for name, _ in auxiliaries}) > 1:
+            saved[owner] = {key: each for key, each in auxiliaries.items() if key[0] != record.format.name}
 
 
 def _refuse_mismatches(
@@ -871,48 +869,40 @@ def _refuse_mismatches(
 
     State of another name is looked for after the load if the class's own method may rename it.
     """
-    names = {None: ""}
-    shared = shared_tensors(plain["param_groups"], plain["state"])
-    owners: dict[Owner, tuple[Tensor, torch.dtype]] = {
-        (None, slot): (tensor, tensor.dtype) for slot, tensor in shared
-    }
-    for key, name, parameter in _keyed_parameters(optimizer, plain):
-        names[key] = f"{name}."
-        for slot, tensor in ((PARAMETER_SLOT, parameter), *_state_slots(plain["state"].get(key))):
-            dtype, _ = kept.get((key, slot), (parameter.dtype, None))
-            owners[key, slot] = tensor, dtype
+    owners = {owner: tensor for owner, _, tensor in _held(optimizer, plain, in_file=True)}
+    names = {None: "", **{key: f"{name}." for key, name, _ in _keyed_parameters(optimizer, plain)}}
     for (key, slot), auxiliaries in saved.items():
         if key in names and auxiliaries:  # torch refuses other numbers of parameters, in its own words
-            where = f"{names[key]}{slot}"
-            if (key, slot) not in owners:
+            where, tensor = f"{names[key]}{slot}", owners.get((key, slot))
+            if tensor is None:
                 if may_rename:
                     continue
                 raise _mismatch(
                     "the checkpoint has error terms of a state tensor that it does not hold", where
                 )
-            tensor, dtype = owners[key, slot]
+            dtype, _ = kept.get((key, slot), (owners.get((key, PARAMETER_SLOT), tensor).dtype, None))
             if _is_of_float32(auxiliaries):
                 dtype = tensor.dtype  # codes are those of the saved tensor, which torch may cast
             if is_low_precision(dtype) or (dtype is torch.float32 and _is_of_float32(auxiliaries)):
                 _refuse_mismatch(auxiliaries, tensor, dtype, where)
 
 
-def _refuse_damaged(plain: StateDict, saved: Saved) -> None:
-    """Raise before anything is loaded if a packed tensor has not the bytes that were saved."""
-    for key, entries in plain["state"].items():
-        for slot, tensor in _state_slots(entries if isinstance(entries, dict) else {}):
-            auxiliaries, record = saved.get((key, slot), {}), record_of(tensor)
-            if not is_packed(tensor) or record is None or all(name != FINGERPRINT for _, name in auxiliaries):
-                continue
-            actual = torch.stack([_fingerprint_of(tensor, record, earlier=each) for each in (False, True)])
-            pieces, far = sharding_of(tensor), _number_in(auxiliaries, tensor).to(actual.device) - actual
-            if all((far if pieces is None else pieces.sum(far)).tolist()):
-                raise CheckpointMismatchError(
-                    f"packed state in the format {record.format.name!r} with other bytes than were saved: "
-                    "the file is damaged, or values have been changed since",
-                    where=f"{key}.{slot}",
-                    remedy="load another copy of the file, or an older checkpoint",
-                )
+def _refuse_damaged(optimizer: Optimizer, plain: StateDict, saved: Saved) -> None:
+    """Raise before anything is loaded if packed state has not the bytes that were saved."""
+    for owner, where, tensor in _held(optimizer, plain, in_file=True):
+        auxiliaries, record = saved.get(owner, {}), record_of(tensor)
+        is_of_file = is_packed(tensor) and owner[1] != PARAMETER_SLOT
+        if record is None or not is_of_file or all(name != FINGERPRINT for _, name in auxiliaries):
+            continue
+        actual = torch.stack([_fingerprint_of(tensor, record, earlier=each) for each in (False, True)])
+        pieces, far = sharding_of(tensor), _number_in(auxiliaries, tensor).to(actual.device) - actual
+        if all((far if pieces is None else pieces.sum(far)).tolist()):
+            raise CheckpointMismatchError(
+                f"packed state in the format {record.format.name!r} with other bytes than were saved: the "
+                "file is damaged, or values have been changed since",
+                where=where,
+                remedy="load another copy of the file, or an older checkpoint",
+            )
 
 
 def _of_another_shape(saved: Tensor, owner: Tensor, spec: AuxiliarySpec) -> str:
@@ -990,19 +980,20 @@ def _restore(optimizer: Optimizer, load: _Load) -> None:
     claims, of_state, taken_over = _claims_in(kind), _claims_in(kind), _taken_over(optimizer, plain)
     _restore_wide(optimizer, load, taken_over)
     saved = saved | _of_renamed(optimizer, plain, saved)
-    waiting: list[_Waiting] = []
-    unused: list[str] = []
-    missing: list[str] = []
+    waiting, unused, missing = list[_Waiting](), list[str](), list[str]()
     has_terms = any(slot == PARAMETER_SLOT for _, slot in saved)
+    filed = {owner: tensor for owner, _, tensor in _held(optimizer, plain, in_file=True)}
     for owner, name, tensor in _held(optimizer, plain):
-        live, auxiliaries, wider = record_of(tensor), saved.get(owner), _wider(plain, owner)
+        live, auxiliaries, wider = record_of(tensor), saved.get(owner), filed.get(owner)
+        if wider is not None and (not wider.is_floating_point() or is_low_precision(wider.dtype)):
+            wider = None
         if (
             auxiliaries
             and is_low_precision(tensor.dtype)
+            and _is_of_float32(auxiliaries)
             and (wider is not None or _counts_sums(auxiliaries))
         ):
-            # Codes of a float32 tensor, which is read decoded: they do not belong to its rounded value.
-            auxiliaries = None if _is_of_float32(auxiliaries) else auxiliaries
+            auxiliaries = None  # codes of a float32 tensor, read decoded: not those of its rounded value
         if is_packed(tensor) and live is not None:
             live.drop_claim()  # it was loaded packed, with its buffers
         elif auxiliaries and (is_low_precision(tensor.dtype) or _belong_to_float32(tensor, auxiliaries)):
@@ -1086,12 +1077,9 @@ def _restore_wide(optimizer: Optimizer, load: _Load, taken_over: set[Any]) -> No
             saved = slots.get(slot, None if dtype is None else _renamed_from(tensor, dtype, slots.values()))
             if saved is None or is_packed(tensor):
                 continue
-            if dtype is None and wide_state.is_wide(saved.dtype, parameter):
-                live = load.live.get((key, slot))
-                if wide_state.is_kept_wide(saved, parameter, live, was_low_precision=was_low_precision):
-                    dtype = saved.dtype
-            if dtype is None and wide_state.is_narrow(saved.dtype, parameter):
-                dtype = saved.dtype if load.live.get((key, slot)) is saved.dtype else None
+            live = load.live.get((key, slot))
+            is_kept = wide_state.is_kept(saved, parameter, live, was_low_precision=was_low_precision)
+            dtype = saved.dtype if dtype is None and is_kept else dtype
             if dtype is None or dtype is parameter.dtype:
                 continue
             if tensor.dtype is dtype and not _is_rounding_of(saved, tensor, parameter.dtype):
@@ -1130,13 +1118,9 @@ def _is_rounding_of(saved: Tensor, loaded: Tensor, dtype: torch.dtype) -> bool:
 
 def _taken_over(optimizer: Optimizer, plain: StateDict) -> set[Any]:
     """Return the keys of the parameters for which torch uses the checkpoint's state tensors, not copies."""
-    slots = (slot for entries in plain["state"].values() for slot in _state_slots(entries))
-    loaded = {id(each) for _, each in slots if each.dim()}
-    return {
-        key
-        for key, _, parameter in _keyed_parameters(optimizer, plain)
-        if any(id(each) in loaded for _, each in _state_slots(optimizer.state.get(parameter)))
-    }
+    loaded = {id(each) for _, _, each in _held(optimizer, plain, in_file=True) if each.dim()}
+    of_parameters = (each for each in _held(optimizer, plain) if each[0][0] is not None)
+    return {key for (key, slot), _, each in of_parameters if slot != PARAMETER_SLOT and id(each) in loaded}
 
 
 def _claims_in(kind: type[Optimizer]) -> Claims:
@@ -1239,13 +1223,6 @@ def _add_to(value: Tensor, auxiliaries: Auxiliaries) -> bool:
     return False
 
 
-def _wider(plain: StateDict, owner: Owner) -> Tensor | None:
-    """Return a state tensor of the checkpoint if it is wider than 16 bits; else None."""
-    found = dict(_state_slots(plain["state"].get(owner[0]))).get(owner[1])
-    is_wider = found is not None and found.is_floating_point() and not is_low_precision(found.dtype)
-    return found if is_wider else None
-
-
 def _has_been_stepped(plain: StateDict, owner: Owner) -> bool:
     """Return whether a parameter had been stepped when the checkpoint was saved, as far as it shows.
 
@@ -1321,19 +1298,25 @@ def _keyed_parameters(optimizer: Optimizer, state_dict: StateDict) -> Iterator[t
         yield key, name, parameter
 
 
-def _held(optimizer: Optimizer, state_dict: StateDict) -> Iterator[tuple[Owner, str, Tensor]]:
-    """Yield the tensors that an optimizer keeps, with their owners in itself or a state dict, and names."""
+def _held(
+    optimizer: Optimizer, state_dict: StateDict, *, in_file: bool = False
+) -> Iterator[tuple[Owner, str, Tensor]]:
+    """Yield parameters, and the state that an optimizer or with ``in_file`` a state dict keeps, as tensors.
+
+    With them come their owners in the state dict, and names.
+    """
+    held = state_dict if in_file else _contents(optimizer)
     for key, name, parameter in _keyed_parameters(optimizer, state_dict):
-        for slot, tensor in _slots(optimizer, parameter):
+        for slot, tensor in _slots(parameter, held["state"].get(key if in_file else parameter)):
             yield (key, slot), f"{name}.{slot}", tensor
-    for name, tensor in shared_tensors(optimizer.param_groups, optimizer.state):
+    for name, tensor in shared_tensors(held["param_groups"], held["state"]):
         yield (None, name), name, tensor
 
 
-def _slots(optimizer: Optimizer, parameter: Tensor) -> Iterator[tuple[str, Tensor]]:
-    """Yield the tensors that an optimizer keeps for a parameter: the parameter, then its state."""
+def _slots(parameter: Tensor, state: Any) -> Iterator[tuple[str, Tensor]]:
+    """Yield a parameter and the tensors of its state."""
     yield PARAMETER_SLOT, parameter
-    yield from _state_slots(optimizer.state.get(parameter))
+    yield from _state_slots(state)
 
 
 def _state_slots(state: Any) -> Iterator[tuple[str, Tensor]]:

@@ -69,17 +69,19 @@ def kept_entries(parameter: Tensor, slots: Iterable[tuple[str, Tensor]]) -> Iter
             yield f"{slot}.{KEPT}.{str(tensor.dtype).removeprefix('torch.')}", held
 
 
-def is_kept_wide(
-    saved: Tensor, parameter: Tensor, live: torch.dtype | None, *, was_low_precision: bool
-) -> bool:
-    """Return whether an optimizer keeps wide state, of which a checkpoint has no key, in its own dtype.
+def is_kept(saved: Tensor, parameter: Tensor, live: torch.dtype | None, *, was_low_precision: bool) -> bool:
+    """Return whether an optimizer keeps state, of which a checkpoint has no key, in its own dtype.
 
     Args:
-        saved: the state in the checkpoint, wide beside the parameter.
+        saved: the state in the checkpoint.
         parameter: the parameter that it is loaded for.
         live: dtype of the state in its place before the load, if there is any.
         was_low_precision: whether the checkpoint shows that the saved parameter had 16 bits.
     """
+    if is_narrow(saved.dtype, parameter):
+        return live is saved.dtype
+    if not is_wide(saved.dtype, parameter):
+        return False
     if not saved.is_floating_point():
         return True
     if not is_low_precision(parameter.dtype):
