@@ -10,11 +10,11 @@ in ``state`` to its parameter's dtype, pytorch#43706.) Hooks that the user has r
 dict with our keys, and an optimizer with its error terms. To a process without collage_fx such a checkpoint
 is an ordinary one, and the other way round; one of packed state is not, see Note [Packed state in files].
 
-A class with methods of its own for the two may walk, convert or rename the entries, or have another layout.
-So such an optimizer has methods of ours around its class's (:class:`OwnMethod`), which give the class a state
-dict without our keys, and put ours beside what it has left. A slot that the class has renamed is found by the
-fingerprint. A layout without ``state`` and ``param_groups`` gets one more entry, ``"collage_fx"``, with the
-error terms that are not in it yet: those of an optimizer within are.
+A class with methods of its own for the two may rename the entries, or have another layout. So such an
+optimizer has methods of ours around its class's (:class:`OwnMethod`), which give the class a state dict
+without our keys, and put ours beside what it has left. A renamed slot is found by the fingerprint. A layout
+without ``state`` and ``param_groups`` gets one more entry, ``"collage_fx"``, with the error terms that are
+not in it yet: those of an optimizer within are.
 
 Keys: ``collage_fx.<slot>.<format>.<auxiliary>``, where the slot is ``parameter`` or the name of the state, as
 ``collage_fx.exp_avg_sq.exact.rest``. An attribute, an item or a nested key follows a dot, as
@@ -40,8 +40,8 @@ A packed tensor in a state dict is the optimizer's own; it is decoded when it is
 :func:`packed_tensor` with its auxiliaries, the same memory as under our keys: a file holds them once, and
 ``torch.load`` makes a packed tensor of them, which an optimizer uses unchanged. So the file names a function
 of ours, which is registered with ``torch.load`` (``add_safe_globals``); in a process without collage_fx, the
-error of ``torch.load`` names it: use :func:`plain_state_dict` there. The entries under our keys are for
-programs that handle tensors alone, such as torch.distributed.checkpoint.
+error of ``torch.load`` names it: use :func:`plain_state_dict`. The entries under our keys are for programs
+that handle tensors alone, such as torch.distributed.checkpoint.
 
 Note [Loaded by plain torch]
 ----------------------------
@@ -308,7 +308,7 @@ def carry_along(
 
 
 def _save_by_own(optimizer: Optimizer, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Call a class's own ``state_dict``, and add the error terms to its result."""
+    """Call a class's own ``state_dict``; add the error terms to its result."""
     _own_saves.append(optimizer)
     try:
         made = method(*args, **kwargs)
@@ -320,16 +320,14 @@ def _save_by_own(optimizer: Optimizer, method: Callable[..., Any], *args: Any, *
         return _after_save(optimizer, made)
     _, saved = _separated(_after_save(optimizer, _numbered(optimizer)))
     present = {storage_of(each) for each in pytree.tree_leaves(made) if isinstance(each, Tensor)}
-    table = {
-        f"{owner[0]}.{owner[1]}.{format_name}.{auxiliary}": tensor
-        for owner, auxiliaries in saved.items()
+    table: StateDict = {}
+    for (key, slot), auxiliaries in saved.items():
         if any(
-            format_name == wide_state.KEPT
+            kind == wide_state.KEPT
             or (each.dim() and name != FINGERPRINT and storage_of(each) not in present)
-            for (format_name, name), each in auxiliaries.items()
-        )
-        for (format_name, auxiliary), tensor in auxiliaries.items()
-    }
+            for (kind, name), each in auxiliaries.items()
+        ):
+            table |= {f"{key}.{slot}.{kind}.{name}": each for (kind, name), each in auxiliaries.items()}
     along = _along(optimizer, PREFIX)
     return {**made, **({SHARED: table} if table else {}), **along} if table or along else made
 

@@ -22,20 +22,14 @@ from collage_fx.torch_compat import Sharding, local_tensor, real_tensors, shardi
 log = logging.getLogger("collage_fx")
 
 
-def _log_wrong(names: Sequence[str]) -> None:
-    log.info("%s: loaded, so error terms start from zero", some(names))
-
-
 class Claims:
     """Claims that the first step after them checks, all at once.
 
-    Until then hi may still change: a model is loaded before its optimizer or after it.
-
     Args:
-        report_wrong: called with the names of the tensors whose claim is wrong, if there are any.
+        report_wrong: called with the names of tensors whose claim is wrong, if there are any; None to log.
     """
 
-    def __init__(self, report_wrong: Callable[[list[str]], None] = _log_wrong) -> None:
+    def __init__(self, report_wrong: Callable[[list[str]], None] | None = None) -> None:
         self._report_wrong = report_wrong
         #: Name of a tensor, its record, and the fingerprint.
         self._claims: list[tuple[str, weakref.ref[ErrorTermRecord], Tensor]] = []
@@ -63,21 +57,18 @@ class Claims:
                 far = differences(number, local_tensor(owner), record.auxiliaries)
                 numbers = torch.stack([*far, (number != 0).long().to(far.device)])
                 alike[sharding_of(owner)].append((name, record, numbers))
-            wrong = [name for pieces, group in alike.items() for name in _clear_wrong(pieces, group)]
-        if wrong:
+            wrong = []
+            for pieces, group in alike.items():
+                looked = torch.stack([numbers.cpu() for *_, numbers in group])
+                looked = looked if pieces is None else pieces.sum(looked)
+                for (name, record, _), (*far, is_known) in zip(group, looked.tolist(), strict=True):
+                    if is_known and all(far):
+                        record.clear()
+                        wrong.append(name)
+        if wrong and self._report_wrong is not None:
             self._report_wrong(wrong)
-
-
-def _clear_wrong(pieces: Sharding | None, group: list[tuple[str, ErrorTermRecord, Tensor]]) -> list[str]:
-    """Zero the error terms of tensors whose fingerprints differ; return the names of the tensors."""
-    looked = torch.stack([numbers.cpu() for *_, numbers in group])
-    looked = looked if pieces is None else pieces.sum(looked)
-    names = []
-    for (name, record, _), (*far, is_known) in zip(group, looked.tolist(), strict=True):
-        if is_known and all(far):
-            record.clear()
-            names.append(name)
-    return names
+        elif wrong:
+            log.info("%s: loaded, so error terms start from zero", some(wrong))
 
 
 def some(names: Sequence[str]) -> str:

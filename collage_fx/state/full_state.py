@@ -3,8 +3,7 @@
 Note [One tensor at a time]
 ---------------------------
 Weights in float32 are twice as large as the model. So a full state dict is a mapping that makes a tensor when
-it is read, its file is written and read tensor by tensor, and a DTensor is gathered only in its turn: at any
-time there is at most one such tensor, apart from those that the reader keeps.
+it is read, its file is written and read tensor by tensor, and a DTensor is gathered only in its turn.
 """
 
 from __future__ import annotations
@@ -100,8 +99,7 @@ class _FullStateDict(Mapping[str, Any]):
         return len(self.held)
 
     def __reduce__(self) -> Any:
-        """Make pickles and copies ordinary dictionaries, with all tensors in them."""
-        return dict, (dict(self),)
+        return dict, (dict(self),)  # pickles and copies are ordinary dictionaries, with all tensors
 
     def like(self) -> dict[str, Tensor]:
         """Return the values by name, with tensors on the meta device, of the whole shape."""
@@ -254,17 +252,15 @@ def _refuse_misfits(held: Mapping[str, Any], sources: Mapping[str, Any], stepped
         )
     for name in sources:
         source, target = sources[name], held[name]
+        met, are_tensors = "", isinstance(source, Tensor) and isinstance(target, Tensor)
         if isinstance(source, Tensor) != isinstance(target, Tensor):
             met = f"a {type(source).__name__} where the model has a {type(target).__name__}"
-        elif not isinstance(source, Tensor):
-            continue
-        elif source.shape != target.shape:
+        elif are_tensors and source.shape != target.shape:
             met = f"a shape of {tuple(source.shape)} where the model's is {tuple(target.shape)}"
-        elif source.is_floating_point() != target.is_floating_point():
+        elif are_tensors and source.is_floating_point() != target.is_floating_point():
             met = f"{source.dtype} where the model has {target.dtype}"
-        else:
-            continue
-        raise CheckpointMismatchError(met, where=name, remedy="give the state dict of this model")
+        if met:
+            raise CheckpointMismatchError(met, where=name, remedy="give the state dict of this model")
 
 
 def _first_names(held: Mapping[str, Any]) -> dict[str, str]:

@@ -17,11 +17,8 @@ class OwnMethod:
     """
 
     def __init__(self, optimizer: Optimizer, name: str, around: Callable[..., Any]) -> None:
-        self._optimizer = weakref.ref(optimizer)
-        self._name = name
-        self._around = around
-        #: Method that other code had given to the instance.
-        self._before = vars(optimizer).get(name)
+        self._optimizer, self._name, self._around = weakref.ref(optimizer), name, around
+        self._before = vars(optimizer).get(name)  # what other code had given to the instance
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         optimizer = self._optimizer()

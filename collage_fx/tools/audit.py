@@ -174,23 +174,18 @@ class Audit:
             return f"none, because {every[0].reason}"
         if bad:
             return f"not precise ({'; '.join(bad)})"
-        if all(each.outcome == PACKED for each in every):
-            errors = ((each.error, each.single) for each in every)
-            known = [(error, single) for error, single in errors if error is not None and single is not None]
-            if not known:
-                return "packed; there is no float64 run to compare with"
+        is_packed = all(each.outcome == PACKED for each in every)
+        of_others = ((each.error, each.single if is_packed else each.plain) for each in every)
+        known = [(error, other) for error, other in of_others if error is not None and other is not None]
+        if not known:
+            return f"{PACKED if is_packed else COMPENSATED}; there is no float64 run to compare with"
+        if is_packed:
             error, single = max(known)
             return f"packed: the error is {error:.2g} at most, where that of float32 state is {single:.2g}"
-        gains = [
-            each.plain / each.error if each.error else math.inf
-            for each in every
-            if each.plain is not None and each.error is not None
-        ]
-        if not gains:
-            return "compensated; there is no float64 run to compare with"
-        if math.isinf(min(gains)):
+        gain = min(plain / error if error else math.inf for error, plain in known)
+        if math.isinf(gain):
             return "precise: the compensated steps have no error"
-        return f"precise: the error of plain low precision is {min(gains):.3g} times as large"
+        return f"precise: the error of plain low precision is {gain:.3g} times as large"
 
 
 @takes_options
@@ -222,26 +217,16 @@ def audit(
     Raises:
         CollageError: an argument is not allowed; nothing has been measured.
     """
-    packs = CollageBackend(**options).options.packs
-    if dtype not in STORAGE_FORMATS and not (packs and dtype is torch.float32):
-        raise InvalidOptionError(
-            f"dtype={dtype} is not allowed: it needs no compensation",
-            where="dtype",
-            remedy=f"use one of {', '.join(map(str, STORAGE_FORMATS))}, or torch.float32 with state= or "
-            "bytes_per_parameter=",
-        )
-    if not any(map(math.prod, shapes)):
-        raise InvalidOptionError(
-            "no shape has an element", where="shapes", remedy="give shapes such as (64, 64)"
-        )
-    if steps < FEWEST_STEPS:
-        raise InvalidOptionError(
-            f"steps={steps} is not allowed", where="steps", remedy=f"use {FEWEST_STEPS} or more"
-        )
-    if not schedules:
-        raise InvalidOptionError(
-            "there is no schedule", where="schedules", remedy='leave it out, or use {"constant": None}'
-        )
+    allowed = {*STORAGE_FORMATS, *([torch.float32] if CollageBackend(**options).options.packs else [])}
+    dtypes = f"{', '.join(map(str, STORAGE_FORMATS))}, or torch.float32 with state= or bytes_per_parameter="
+    for is_right, where, met, remedy in (
+        (dtype in allowed, "dtype", f"dtype={dtype} is not allowed: it needs no compensation", dtypes),
+        (any(map(math.prod, shapes)), "shapes", "no shape has an element", "shapes such as (64, 64)"),
+        (steps >= FEWEST_STEPS, "steps", f"steps={steps} is not allowed", f"{FEWEST_STEPS} or more"),
+        (schedules, "schedules", "there is no schedule", '{"constant": None}, or leave it out'),
+    ):
+        if not is_right:
+            raise InvalidOptionError(met, where=where, remedy=f"use {remedy}")
     trial = Trial(make, tuple(map(tuple, shapes)), dtype, steps, options=options)
     with contextlib.redirect_stdout(io.StringIO()):  # some optimizers print messages
         subject = make(weights_of(trial, dtype))
@@ -284,10 +269,10 @@ class Trial:
 
 
 def falls_short(plain: float, compensated: float) -> bool:
-    """Return whether a compensated error is too large, compared with plain low precision's error.
+    """Return whether a compensated error is infinite, or too large beside plain low precision's.
 
-    Too large means: more than a tenth of the plain error if that is 0.2 or more; or more than 1.05 times the
-    plain error, the difference that two ways of rounding may make; or infinite.
+    Too large is more than a tenth of a plain error of 0.2 or more, and more than 1.05 times any plain error:
+    two ways of rounding may differ so much.
     """
     return (
         math.isinf(compensated) or compensated > 1.05 * plain or (plain >= 0.2 and compensated > plain / 10)
@@ -306,22 +291,22 @@ def measure_trial(trial: Trial) -> Measurement:
                 measured.outcome, measured.reason = UNSUPPORTED, _message(error)
                 return measured
             measured.notes.append(f"no {each} run: {_message(error)}")
-    exact = runs.get(torch.float64)
+    exact, plain, single = runs.get(torch.float64), math.nan, 0.0
     if exact is not None:
-        measured.plain = relative_error(trial, runs[trial.dtype], exact)
+        plain = measured.plain = relative_error(trial, runs[trial.dtype], exact)
         if torch.float32 in runs:
-            measured.single = relative_error(trial, runs[torch.float32], exact)
-    if exact is not None and not (exact.any() and exact.isfinite().all()):
-        measured.outcome = NOTHING_TO_COMPARE
-        finite = "no parameter moves" if exact.isfinite().all() else "parameters become infinite or NaN"
-        measured.reason = f"{finite} in float64, too"
-        return measured
+            single = measured.single = relative_error(trial, runs[torch.float32], exact)
+        if not (exact.any() and exact.isfinite().all()):
+            finite = "no parameter moves" if exact.isfinite().all() else "parameters become infinite or NaN"
+            measured.outcome, measured.reason = NOTHING_TO_COMPARE, f"{finite} in float64, too"
+            return measured
     moved = _compiled_displacement(trial, measured)
     if moved is not None and exact is not None:
-        measured.error = relative_error(trial, moved, exact)
-        if measured.outcome == COMPENSATED and _is_inaccurate(measured):
+        found = measured.error = relative_error(trial, moved, exact)
+        is_as_float32 = found <= 2 * single and math.isfinite(found)  # float32 is no better here
+        if measured.outcome == COMPENSATED and falls_short(plain, found) and not is_as_float32:
             measured.outcome, measured.reason = INACCURATE, "although there are error terms"
-        if measured.outcome == PACKED and measured.error > MOST_OF_PACKED:
+        if measured.outcome == PACKED and found > MOST_OF_PACKED:
             measured.outcome, measured.reason = INACCURATE, "although most state is float32's to 8 bits"
     measures_decay = trial.with_decay and trial.schedule is None and not trial.sparse
     if measured.outcome in GOOD and measures_decay:
@@ -337,14 +322,6 @@ def _measure_decay(trial: Trial, measured: Measurement) -> None:
         measured.decay_single = float(_eager_displacement(trial, torch.float32).dot(exact)) / square
         moved = _compiled_displacement(trial, Measurement())
         measured.decay = None if moved is None else float(moved.dot(exact)) / square
-
-
-def _is_inaccurate(measured: Measurement) -> bool:
-    """Return whether a compensated error is too large, unless float32 is no better for this optimizer."""
-    assert measured.plain is not None
-    assert measured.error is not None
-    is_as_float32 = measured.error <= 2 * (measured.single or 0) and math.isfinite(measured.error)
-    return falls_short(measured.plain, measured.error) and not is_as_float32
 
 
 def weights_of(trial: Trial, dtype: torch.dtype) -> Parameters:
@@ -388,10 +365,7 @@ def take_steps(
             factor = trial.schedule(i, trial.steps)
             for group, lr in zip(optimizer.param_groups, lrs, strict=True):
                 group["lr"] = lr if lr is None else lr * factor
-        if needs_closure:
-            optimizer.step(partial(_closure, parameters, gradients))
-        else:
-            optimizer.step()
+        optimizer.step(*([partial(_closure, parameters, gradients)] if needs_closure else []))
         after()
 
 

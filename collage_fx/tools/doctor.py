@@ -75,13 +75,11 @@ def patches() -> tuple[str, bool]:
 
 
 def _patch_rows() -> list[list[str]]:
-    misfit = {"bits": FAILED, "speed": "off"}
     rows = []
-    for patch in PATCHES:
-        if patch.is_needed:
-            outcome = misfit[patch.needed_for] if patch.misfit else OK
-            told = patch.misfit or f"{patch.why}. Goes with: {patch.goes_with}"
-            rows.append([patch.name, patch.during, patch.affects, outcome, told])
+    for patch in (each for each in PATCHES if each.is_needed):
+        misfit = FAILED if patch.needed_for == "bits" else "off"
+        told = patch.misfit or f"{patch.why}. Goes with: {patch.goes_with}"
+        rows.append([patch.name, patch.during, patch.affects, misfit if patch.misfit else OK, told])
     of_patches = {patch.misfit for patch in PATCHES}
     return rows + [["(called)", "", "", FAILED, told] for told in misfits() if told not in of_patches]
 

@@ -19,6 +19,9 @@ from collage_fx.runtime import Kernel, Launch, StepInParts
 from collage_fx.tools.explain import CaptureOnly, captured
 from collage_fx.torch_compat import without_triton
 
+Device = Callable[[], AbstractContextManager[None]]
+Move = Callable[[GraphModule], GraphModule]
+
 
 @dataclass(frozen=True)
 class DeviceLaunch:
@@ -48,24 +51,12 @@ class DeviceLaunch:
 
 
 def launches_elsewhere(
-    optimizer: Optimizer,
-    device: Callable[[], AbstractContextManager[None]],
-    move: Callable[[GraphModule], GraphModule],
-    **options: Unpack[GivenOptions],
+    optimizer: Optimizer, device: Device, move: Move, **options: Unpack[GivenOptions]
 ) -> tuple[CollageReport, tuple[DeviceLaunch, ...] | str]:
     """Capture an optimizer's step as ``explain`` does, and lower it for a device that is not there.
 
-    Args:
-        optimizer: the optimizer, with parameters on the CPU. It is not changed.
-        device: function that makes a context manager, in which torch has the device.
-        move: function that copies a graph onto the device.
-        options: options of :class:`~collage_fx.CollageBackend`.
-
-    Returns:
-        the report, and the launches in their order, or why there are none.
-
-    Raises:
-        CollageError: compiling the step would raise this error.
+    Return the report, and the launches in their order, or why there are none. The parameters are on the CPU;
+    torch has the device in the context manager that ``device`` makes; ``move`` copies a graph onto it.
     """
     backend = _Elsewhere(device, move, **options)
     captured(optimizer, backend)
@@ -77,12 +68,7 @@ def launches_elsewhere(
 class _Elsewhere(CaptureOnly):
     """Backend that lowers steps for a device that is not there, and runs the rewritten graph."""
 
-    def __init__(
-        self,
-        device: Callable[[], AbstractContextManager[None]],
-        move: Callable[[GraphModule], GraphModule],
-        **options: Unpack[GivenOptions],
-    ) -> None:
+    def __init__(self, device: Device, move: Move, **options: Unpack[GivenOptions]) -> None:
         super().__init__(**options)
         self._device, self._move = device, move
         #: Last step in parts for the device, or the reason why there is none.

@@ -17,7 +17,7 @@ from collage_fx.backend import CollageBackend
 from collage_fx.choices import takes_options
 from collage_fx.clock import no_clock
 from collage_fx.lowering import Lowered, interpreted, rules_of, why_not_compiled
-from collage_fx.numerics import STORAGE_FORMATS, is_low_precision
+from collage_fx.numerics import is_low_precision
 from collage_fx.options import GivenOptions
 from collage_fx.report import CollageReport, try_updates, updates_of
 from collage_fx.state import clone_of, known_tensors
@@ -100,11 +100,10 @@ def _results_alone(gm: GraphModule, added: Sequence[Node]) -> GraphModule:
     names = {node.name for node in added}
     for node in graph.placeholders(gm.graph):
         if node.name in names:
+            value = node.meta["val"]
+            like = {"dtype": value.dtype, "device": value.device}
             with gm.graph.inserting_before(next(n for n in gm.graph.nodes if n.op != "placeholder")):
-                value = node.meta["val"]
-                zeros = gm.graph.call_function(
-                    torch.zeros, (tuple(value.shape),), {"dtype": value.dtype, "device": value.device}
-                )
+                zeros = gm.graph.call_function(torch.zeros, (tuple(value.shape),), like)
                 zeros.meta["val"] = value
             node.replace_all_uses_with(zeros)
             gm.graph.erase_node(node)
@@ -115,16 +114,15 @@ def _results_alone(gm: GraphModule, added: Sequence[Node]) -> GraphModule:
 def _has_state_not_met(optimizer: Optimizer, backend: CollageBackend) -> bool:
     """Return whether state that has a row was created in the step, so is missing from its inputs.
 
-    Most classes outside torch.optim create their state inside ``step``, and so does torch.optim.SGD with
-    momentum.
+    Most classes outside torch.optim create their state inside ``step``, and so does SGD with momentum.
     """
-    held = known_tensors({"": optimizer}).values()
-    dtypes = {*STORAGE_FORMATS, *((torch.float32,) if backend.options.takes_float32 else ())}
+    with_float32 = backend.options.takes_float32
     state = {
         each.name
-        for each in held
-        if each.role is graph.Role.STATE and each.tensor.dtype in dtypes
-        if is_low_precision(each.tensor.dtype) or each.tensor.dim()
+        for each in known_tensors({"": optimizer}).values()
+        if each.role is graph.Role.STATE
+        if is_low_precision(each.tensor.dtype)
+        or (with_float32 and each.tensor.dtype is torch.float32 and each.tensor.dim())
     }
     return not state <= {row.name for row in backend.report().tensors}
 

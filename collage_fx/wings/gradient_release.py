@@ -29,7 +29,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from operator import is_
 from types import SimpleNamespace
-from typing import Any, Literal, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
 import torch
 from torch import Tensor
@@ -49,6 +49,17 @@ from collage_fx.torch_compat import local_tensor, own_step, sharding_of, whole_t
 log = logging.getLogger("collage_fx")
 
 Clip = Literal["last step", "each tensor"]
+
+
+class ReleaseOptions(NamedTuple):
+    """Options of :func:`step_in_backward`, whose documentation describes them, and of ``offload``."""
+
+    accumulate: int | Callable[[], bool] = 1
+    bucket_bytes: int | None = None
+    max_norm: float | None = None
+    clip: Clip = "last step"
+    scaler: torch.amp.GradScaler | None = None
+
 
 #: Parts of a step, if the program does not say how many bytes of gradients may wait: usually, and if each
 #: part is compiled by itself.
@@ -113,13 +124,13 @@ def step_in_backward(
         CollageError: the optimizer needs all gradients at once, or a closure; or FSDP1 has flattened the
             parameters. Nothing has changed.
     """
-    chosen = sole_optimizer(optimizer, where="step_in_backward")
-    refuse_options(accumulate, clip)
+    given = ReleaseOptions(accumulate, bucket_bytes, max_norm, clip, scaler)
+    chosen = sole_optimizer(optimizer, given, where="step_in_backward")
     is_reduced_late = reduced_late(model.parameters())
     refuse_joint(chosen, where="step_in_backward")
     join(chosen, options)
     names = {id(p): name for name, p in model.named_parameters()}
-    release = GradientRelease(chosen, names, accumulate, bucket_bytes, max_norm, clip, scaler)
+    release = GradientRelease(chosen, names, given)
     if not is_reduced_late:
         release.watch()
     return release
@@ -156,8 +167,8 @@ def reduced_late(parameters: Iterable[Tensor]) -> bool:
     return wrapper is not None
 
 
-def sole_optimizer(optimizer: Any, *, where: str) -> Optimizer:
-    """Return the optimizer that steps are passed on to; raise if there are several."""
+def sole_optimizer(optimizer: Any, options: ReleaseOptions, *, where: str) -> Optimizer:
+    """Return the optimizer that steps are passed on to; raise for several, or values that are not allowed."""
     inner = list(inner_optimizers(optimizer))
     if len(inner) != 1:
         raise InvalidOptionError(
@@ -165,11 +176,7 @@ def sole_optimizer(optimizer: Any, *, where: str) -> Optimizer:
             where=where,
             remedy="call it for each of them",
         )
-    return inner[0]
-
-
-def refuse_options(accumulate: Any, clip: Any) -> None:
-    """Raise if an option has a value that is not allowed."""
+    accumulate = options.accumulate
     if not (callable(accumulate) or (type(accumulate) is int and accumulate > 0)):
         raise InvalidOptionError(
             f"accumulate={accumulate!r} is not allowed",
@@ -177,7 +184,8 @@ def refuse_options(accumulate: Any, clip: Any) -> None:
             remedy="give the number of backward passes before optimizer.step(), or a function that tells "
             "whether the current one is the last",
         )
-    refuse_unless("clip", clip, get_args(Clip))
+    refuse_unless("clip", options.clip, get_args(Clip))
+    return inner[0]
 
 
 class GradientRelease:
@@ -188,23 +196,11 @@ class GradientRelease:
         largest: most bytes of complete gradients that have waited at once.
     """
 
-    def __init__(
-        self,
-        optimizer: Optimizer,
-        names: Mapping[int, str],
-        accumulate: int | Callable[[], bool],
-        bucket_bytes: int | None,
-        max_norm: float | None,
-        clip: Clip,
-        scaler: torch.amp.GradScaler | None,
-    ) -> None:
+    def __init__(self, optimizer: Optimizer, names: Mapping[int, str], options: ReleaseOptions) -> None:
         self.norm: Tensor | None = None
         self.largest = 0
-        self._optimizer = optimizer
-        self._names = names
+        self._optimizer, self._names, self._options = optimizer, names, options
         self._parameters: list[Tensor] = []
-        self._accumulate = accumulate
-        self._max_norm, self._clip, self._scaler = max_norm, clip, scaler
         self._waiting: list[Tensor] = []
         self._bytes_waiting = 0
         #: Number of parameters of the last step; None in the first.
@@ -221,9 +217,8 @@ class GradientRelease:
         assert isinstance(step, CompiledStep)
         step.release, self._compiled = self, step
         self._stand_ins: dict[int, Tensor] = {}
-        self._asked_bytes = bucket_bytes
         self._scaled_before = vars(optimizer).get(SCALED)
-        if scaler is not None:
+        if options.scaler is not None:
             vars(optimizer)[SCALED] = True
         self._hooks: dict[int, Any] = {}
         self._is_watching = False
@@ -254,13 +249,13 @@ class GradientRelease:
         self._takes_stand_ins = expect_some_gradients(self._optimizer, self._compiled.backend)
         is_cut = any(sharding_of(p) is not None for p in now)
         parts = COMPILED_PARTS if is_cut and not self._takes_stand_ins else PARTS
-        total = sum(map(_bytes, now))
-        self._bucket_bytes = total // parts if self._asked_bytes is None else self._asked_bytes
+        asked = self._options.bucket_bytes
+        self._bucket_bytes = sum(map(_bytes, now)) // parts if asked is None else asked
         if self._is_watching:
             self._follow_hooks()
 
     def _begin(self) -> None:
-        """Prepare for a step, at its first gradient, in the program's backward pass."""
+        """Prepare for a step at its first gradient, in the program's backward pass."""
         self._ask()
         if self._is_first and reduced_late(self._given()):  # the model has been wrapped since
             self._stop_watching()
@@ -272,16 +267,17 @@ class GradientRelease:
         for gone in self._hooks.keys() - now.keys():
             self._hooks.pop(gone).remove()
         for new in now.keys() - self._hooks.keys():
-            self._hooks[new] = self._hook(now[new])
+            hooked, hook = self._hook_of(now[new])  # compiled autograd would trace it
+            self._hooks[new] = hooked.register_post_accumulate_grad_hook(torch.compiler.disable(hook))
 
-    def _hook(self, parameter: Tensor) -> Any:
-        """Put a hook on a parameter; return its handle. Compiled autograd would trace it."""
-        return parameter.register_post_accumulate_grad_hook(torch.compiler.disable(self.take))
+    def _hook_of(self, parameter: Tensor) -> tuple[Tensor, Callable[[Tensor], None]]:
+        """Return the tensor on which the hook of a parameter of the optimizer is put, and the hook."""
+        return parameter, self.take
 
     def remove(self) -> None:
         """Make the optimizer step after the backward pass again; gradients that wait are kept."""
         self._stop_watching()
-        if self._scaler is not None:
+        if self._options.scaler is not None:
             vars(self._optimizer)[SCALED] = self._scaled_before
         self._compiled.release = None
 
@@ -293,7 +289,7 @@ class GradientRelease:
         with self._lock:
             self._ask()
             if self._common is not None:
-                self._common.refuse_changes()
+                self._common.refuse_edits()
             left = [p for p in self._parameters if p.grad is not None and id(p) not in self._stepped]
             # Set by GradScaler.step, for a step that divides gradients by the scale itself.
             given = {name: vars(self._optimizer).pop(name) for name in GIVEN if name in vars(self._optimizer)}
@@ -323,11 +319,11 @@ class GradientRelease:
 
     def is_last_pass(self, parameter: Tensor) -> bool:
         """Return whether a gradient that has come is complete. It is asked in the program's backward pass."""
-        if callable(self._accumulate):
-            return self._accumulate()
+        if callable(accumulate := self._options.accumulate):
+            return accumulate()
         with self._lock:
             self._passes[id(parameter)] += 1
-            return self._passes[id(parameter)] >= self._accumulate
+            return self._passes[id(parameter)] >= accumulate
 
     def take_complete(self, parameter: Tensor, is_complete: bool) -> None:
         """Take note of a gradient; step when enough of them are complete."""
@@ -359,7 +355,7 @@ class GradientRelease:
         if self._common is None:
             self._common = CommonValues(self._optimizer)
         else:
-            self._common.refuse_changes()
+            self._common.refuse_edits()
             self._common.restore()
         for parameter, gradient in others:
             parameter.grad = self._stand_in(parameter, gradient) if self._takes_stand_ins else None
@@ -394,24 +390,24 @@ class GradientRelease:
         """Step after the gradients have been divided by the scale, and clipped."""
 
         def clip_and_step() -> Any:
-            if self._max_norm is not None and parameters:
-                self._clip_gradients(parameters, self._max_norm)
+            if self._options.max_norm is not None and parameters:
+                self._clip_gradients(parameters, self._options.max_norm)
             return step()
 
-        if self._scaler is None or not parameters:
+        if self._options.scaler is None or not parameters:
             return clip_and_step()
         # The part is an optimizer to GradScaler, which knows it by its id until its update().
         part = SimpleNamespace(param_groups=[{"params": list(parameters)}], step=clip_and_step)
         self._parts.append(part)
-        return self._scaler.step(part)  # type: ignore[arg-type]
+        return self._options.scaler.step(part)  # type: ignore[arg-type]
 
     def _clip_gradients(self, parameters: Sequence[Tensor], max_norm: float) -> None:
         norm = torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
         self._norms.append(norm)
-        if self._clip == "last step" and self.norm is not None:
-            torch.nn.utils.clip_grads_with_norm_(parameters, max_norm, self.norm)
-            return
-        if self._clip == "last step":
+        if self._options.clip == "last step":
+            if self.norm is not None:
+                torch.nn.utils.clip_grads_with_norm_(parameters, max_norm, self.norm)
+                return
             max_norm /= math.sqrt(len(self._parameters))
         for parameter in parameters:
             torch.nn.utils.clip_grad_norm_([parameter], max_norm)
@@ -440,10 +436,10 @@ class CommonValues:
     def note_after(self) -> None:
         """Note the values that the first part of the step has left; the other parts leave the same."""
         if self._is_begun:
-            self.refuse_changes()
+            self.refuse_edits()
         self._is_begun, self._after = True, [_comparable(group) for group in self._holders[:-1]]
 
-    def refuse_changes(self) -> None:
+    def refuse_edits(self) -> None:
         """Raise if the program has changed a number of a group since the step, or a part of it, was begun."""
         for i, (group, after) in enumerate(zip(self._holders[:-1], self._after, strict=False)):
             for name, value in _comparable(group).items():
@@ -497,40 +493,37 @@ def refuse_joint(optimizer: Optimizer, *, where: str) -> None:
     Two small parameters for each group, with gradients at random, are stepped together and apart, by copies
     of the optimizer. The optimizer itself stays as it is.
     """
+    kind, remedy = type(optimizer).__name__, "step it after the backward pass: collage_fx.install(optimizer)"
     try:
-        with torch.random.fork_rng(devices=()):
-            together = _moved(optimizer, apart=False)
-        with torch.random.fork_rng(devices=()):  # an optimizer that adds noise draws the same again
-            apart = _moved(optimizer, apart=True)
+        together, apart = (_moved(optimizer, apart=is_apart) for is_apart in (False, True))
     except Exception as error:
         raise UnsupportedOptimizerError(
-            f"a small copy of this {type(optimizer).__name__} cannot take a step without a closure, for some "
-            f"parameters at a time: {type(error).__name__}: {error}",
+            f"a small copy of this {kind} cannot take a step without a closure, for some parameters at a "
+            f"time: {type(error).__name__}: {error}",
             where=where,
-            remedy="step it after the backward pass: collage_fx.install(optimizer)",
+            remedy=remedy,
         ) from error
     for one, other in zip(together, apart, strict=True):
         if not float((one - other).norm()) <= TOLERANCE * float(one.norm()):
             raise UnsupportedOptimizerError(
-                f"{type(optimizer).__name__} computes an update from the gradients of all parameters, which "
-                "are never there at once in the backward pass",
+                f"{kind} computes an update from the gradients of all parameters, which are never there at "
+                "once in the backward pass",
                 where=where,
-                remedy="step it after the backward pass: collage_fx.install(optimizer)",
+                remedy=remedy,
             )
 
 
+@torch.random.fork_rng(devices=())  # an optimizer that adds noise draws the same in each call
 def _moved(optimizer: Optimizer, *, apart: bool) -> list[Tensor]:
     """Return how small parameters move in some steps of a copy of an optimizer."""
     generator = torch.Generator().manual_seed(0)  # of its own: other threads may draw numbers, too
 
-    def drawn(shape: Sequence[int], device: torch.device) -> Tensor:
-        return torch.randn(tuple(shape), generator=generator, dtype=torch.float64).to(device)
+    def drawn(like: Tensor) -> Tensor:
+        shape = [min(size, SMALL) for size in like.shape]
+        return torch.randn(shape, generator=generator, dtype=torch.float64).to(like.device)
 
-    small = {}
-    for group in optimizer.param_groups:
-        for p in group["params"]:
-            shape = [min(size, SMALL) for size in p.shape]
-            small[id(p)] = torch.nn.Parameter(drawn(shape, p.device))
+    held = (p for group in optimizer.param_groups for p in group["params"])
+    small = {id(p): torch.nn.Parameter(drawn(p)) for p in held}
     clone = clone_of(optimizer, {**small, id(optimizer.state): defaultdict(dict)})
     chosen = [p for group in clone.param_groups for p in group["params"][:2]]
     for group in clone.param_groups:
@@ -541,13 +534,12 @@ def _moved(optimizer: Optimizer, *, apart: bool) -> list[Tensor]:
     step = type(clone).step
     for _ in range(STEPS):
         # Gradients differ in size: else a mean over all of them would be that of each.
-        gradients = [drawn(p.shape, p.device) * 10.0 ** (i % 3 - 1) for i, p in enumerate(chosen)]
+        gradients = [drawn(p) * 10.0 ** (i % 3 - 1) for i, p in enumerate(chosen)]
         common = CommonValues(clone)
         for i, part in enumerate([[p] for p in chosen] if apart else [chosen]):
             if i:
                 common.restore()
-            present = {id(p) for p in part}
             for p, gradient in zip(chosen, gradients, strict=True):
-                p.grad = gradient.clone() if id(p) in present else None
+                p.grad = gradient.clone() if any(p is each for each in part) else None
             step(clone)
     return [p.detach() - before for p, before in zip(chosen, start, strict=True)]

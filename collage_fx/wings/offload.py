@@ -73,13 +73,13 @@ def offload(
         CollageError: the optimizer needs all gradients at once, or a closure; or a parameter is a DTensor,
             for which FSDP2 has ``CPUOffloadPolicy``. Nothing has changed.
     """
-    chosen = gradient_release.sole_optimizer(optimizer, where="offload")
-    gradient_release.refuse_options(accumulate, clip)
+    given = gradient_release.ReleaseOptions(accumulate, bucket_bytes, max_norm, clip, scaler)
+    chosen = gradient_release.sole_optimizer(optimizer, given, where="offload")
     _refuse_dtensors(chosen)
     gradient_release.refuse_joint(chosen, where="offload")
     if kept := kept_backend(chosen, options):
         options = {"backend": kept}
-    return Offload(chosen, accumulate, bucket_bytes, max_norm, clip, scaler, options)
+    return Offload(chosen, given, options)
 
 
 def _refuse_dtensors(optimizer: Optimizer) -> None:
@@ -156,11 +156,7 @@ class Offload(gradient_release.GradientRelease):
     def __init__(
         self,
         optimizer: Optimizer,
-        accumulate: int | Callable[[], bool] = 1,
-        bucket_bytes: int | None = None,
-        max_norm: float | None = None,
-        clip: gradient_release.Clip = "last step",
-        scaler: torch.amp.GradScaler | None = None,
+        given: gradient_release.ReleaseOptions | None = None,
         options: InstallOptions | None = None,
         connect: Callable[[torch.device], Link] = link_to,
     ) -> None:
@@ -176,7 +172,7 @@ class Offload(gradient_release.GradientRelease):
             set_host_twin(p, twin)
         install(optimizer, **(options or {}))
         of_twins = {id(twin): name for (name, _), (_, twin) in zip(named, self.twins, strict=True)}
-        super().__init__(optimizer, of_twins, accumulate, bucket_bytes, max_norm, clip, scaler)
+        super().__init__(optimizer, of_twins, given or gradient_release.ReleaseOptions())
         self._worker = ThreadPoolExecutor(1, "collage_fx_offload")
         self._jobs: list[Future[None]] = []
         if not is_reduced_late:
@@ -221,11 +217,8 @@ class Offload(gradient_release.GradientRelease):
     def _given(self) -> list[Tensor]:
         return [*self._device_of.values()]
 
-    def _hook(self, twin: Tensor) -> Any:
-        """Note each gradient on the device when it is complete."""
-        on_device = self._device_of[id(twin)]
-        hook = torch.compiler.disable(lambda p: self.begin(p, twin))
-        return on_device.register_post_accumulate_grad_hook(hook)
+    def _hook_of(self, twin: Tensor) -> tuple[Tensor, Callable[[Tensor], None]]:
+        return self._device_of[id(twin)], lambda p: self.begin(p, twin)
 
     def finish(self, step: Callable[[], Any]) -> Any:
         """Wait for the host, step the twins that are left, and make the device wait for their values."""
