@@ -43,7 +43,7 @@ class _Identity:
 class _Snapshot:
     """Row of each tensor of a measured call; devices copy the rows to the host asynchronously.
 
-    ``rows`` are given in pieces, each with the places among all rows that it belongs to.
+    ``rows`` come in pieces, each with its places among all rows.
     """
 
     def __init__(
@@ -110,11 +110,9 @@ class Meter:
         self._ranks: dict[str, int] = {}
 
     def follow(self, every: int, done: int) -> None:
-        """Measure the steps that a trainer logs, unless ``every`` was given; count from its steps on.
+        """Measure the steps that a trainer logs, unless ``every`` was given.
 
-        Args:
-            every: interval at which the trainer logs.
-            done: number of steps that it has taken, for a meter that has measured none.
+        Steps are counted from the ``done`` steps of the trainer on, if none has been measured.
         """
         if not self._is_given:
             self.every = every

@@ -88,10 +88,7 @@ def places(elements: int, device: torch.device) -> Tensor:
 
 
 def rows_of(samples: Sequence[Sampled], elements: Sequence[int], dtype: torch.dtype) -> Tensor:
-    """Compute the row of each tensor, float64: :data:`ROW`, for all its elements.
-
-    The samples are on one device; ``elements`` are the tensors' numbers of elements, ``dtype`` is that of hi.
-    """
+    """Compute the row (float64, :data:`ROW`) of each of some tensors on a device, for all its elements."""
     counts = torch.tensor([each.old.numel() for each in samples])
     scale = torch.tensor(elements, dtype=torch.float64) / counts.clamp(min=1)
     columns = zip(*samples, strict=True)

@@ -129,10 +129,7 @@ class Observer:
         return [each for each in self.instances if not any(index in absent for index in each.measured)]
 
     def read(self, present: Sequence[_Instance], arguments: Sequence[Any], *, before: bool) -> list[Samples]:
-        """Return samples of each tensor, instance by instance, float32, before or after the step.
-
-        They are: hi, the sum of error terms or None, and before the step the value that it will store.
-        """
+        """Return samples by instance: hi, the sum of error terms, and before the step the intended value."""
         graph = self._before if before else self._after
         found: list[Samples] = []
         for of_one in graph([each.values(graph.sources, arguments) for each in present]):

@@ -62,14 +62,10 @@ BUDGET_CAPTION = "Budgets: each row is more precise than the rows above it, as d
 
 
 def budget_table(budgets: Sequence[Budget], style: str, *, compensates: bool) -> str:
-    """Make the table of budgets for a step, with an arrow at the budget that is used.
+    """Make the table of budgets for a step, the used one first, with an arrow at the budget that is used.
 
-    Other budgets that take no fewer bytes than a more precise one are left out.
-
-    Args:
-        budgets: the one that is used, then all, the smallest first.
-        style: a table format of tabulate.
-        compensates: whether any tensor of the step has error terms; otherwise ``state`` alone is shown.
+    Budgets that take no fewer bytes than a more precise one are left out. If no tensor of the step has error
+    terms (``compensates``), ``state`` alone is shown. ``style`` is a table format of tabulate.
     """
     used, *others = budgets
     shown = [*frontier(others)]

@@ -91,10 +91,7 @@ class TensorReport:
 
 
 def tensor_report(state: StateTensor, shape: Sequence[int] | None = None) -> TensorReport:
-    """Make the row of one state tensor, without references to graphs and tensors.
-
-    ``shape`` is that of another member of its family.
-    """
+    """Make the row of a state tensor, or of another member of its family, without graphs and tensors."""
     value = state.value
     shape = tuple(map(current_size, shape or value.shape))
     like = torch.empty(shape, dtype=value.dtype, device="meta")  # sizes of value may be symbols
@@ -188,8 +185,7 @@ _treatment = attrgetter(
 def bytes_per_parameter(rows: Sequence[TensorReport], other_state: int = 0) -> dict[str, float]:
     """Compute bytes per element of low-precision parameters: parameters, state, error terms, and total.
 
-    Gradients, which some steps overwrite, count with their error terms alone; ``other_state`` is the bytes of
-    state without rows.
+    Gradients count with their error terms alone; ``other_state`` is the bytes of state without rows.
     """
     bytes_of = dict.fromkeys(Role, 0)
     for row in rows:

@@ -185,13 +185,13 @@ Kept = dict[Owner, tuple[torch.dtype, Tensor]]
 
 @dataclass(eq=False)
 class _Load:
-    """Contents of a state dict that is being loaded.
+    """State dict that is being loaded.
 
     Attributes:
         plain: the state dict without our keys.
         saved: error terms in it. In the load of a class's own method they, and ``kept``, become empty when
             torch's load takes them over: of this optimizer, or of one within that is given the same entries.
-        kept: which of its state has another dtype than its parameter.
+        kept: state in it of another dtype than its parameter.
         live: dtypes of the optimizer's state before the load.
         along: values of :func:`carry_along` in it.
     """
@@ -212,8 +212,7 @@ class _Files:
         is_compiled: whether one of its steps has been compiled, which has made its error terms.
         eager_steps: number of steps that it has taken without being compiled.
         loads: number of times that ``load_state_dict`` has given it other state tensors.
-        loading: contents of the state dict that is being loaded, between torch's two hooks. Those of a load
-            that torch refuses stay until the next load.
+        loading: state dict between torch's two hooks; one that torch refuses stays until the next load.
         left_out: while it is loaded, error terms for it that the given state dict lacks.
         waiting: state that a checkpoint had without error terms.
     """
@@ -261,10 +260,7 @@ class PickledWider:
 
 
 def note_compiled(optimizer: Optimizer) -> None:
-    """Note that a step of an optimizer has been compiled, which has made its error terms.
-
-    Fill them from wider state in the checkpoint; warn if the checkpoint had nothing for them.
-    """
+    """Note that a step has been compiled: fill error terms from wider state of the checkpoint, or warn."""
     files, missing = records.of(optimizer, _Files), []
     files.is_compiled = True
     waiting, files.waiting = files.waiting, []
@@ -382,8 +378,8 @@ def _keyed_auxiliaries(
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield ``(name.format.auxiliary, buffer)`` for tensors that have a record.
 
-    Those of flat tensors are what FSDP1 gathers: numbers, and tensors of the same shape and dtype. A byte is
-    exact in each dtype. There is no fingerprint.
+    Those of flat tensors are what FSDP1 gathers: numbers, and tensors of the same shape and dtype, without a
+    fingerprint. A byte is exact in each dtype.
     """
     for name, tensor in tensors:
         if (record := record_of(tensor)) is not None and record.is_current:
@@ -529,9 +525,9 @@ def _before_load(optimizer: Optimizer, given: StateDict) -> StateDict | None:
 
 
 def _read(optimizer: Optimizer, given: Mapping[str, Any], *, may_rename: bool = False) -> _Load:
-    """Separate a state dict from our keys, and refuse keys that do not fit.
+    """Separate a state dict from our keys; refuse keys that do not fit.
 
-    In a class's own load, which is given none of our keys, they are those that the class was given.
+    A class's own load is given none of our keys: they are those that the class was given.
     """
     plain, saved = _separated(dict(given))
     saved |= records.of(optimizer, _Files).left_out
@@ -651,10 +647,7 @@ def load_flat(
 ) -> None:
     """Load a flat state dict with our keys, by a function that loads only names that ``optimizer.state`` has.
 
-    Args:
-        optimizer: an optimizer with names for its parameters, and with state.
-        flat: ``state.<name of a parameter>.<key>`` -> value.
-        load: the function.
+    ``flat`` maps ``state.<name of a parameter>.<key>`` to values; the parameters have names, and state.
 
     Raises:
         CheckpointMismatchError: error terms do not fit; nothing has been loaded then.
@@ -698,10 +691,7 @@ def is_adopted(optimizer: Optimizer) -> bool:
 
 
 def adopted_by_storage() -> dict[int, list[KnownTensor]]:
-    """Map storages to the low-precision parameters and states of all adopted optimizers that lie in them.
-
-    Packed state has no memory of its own, and would be unpacked.
-    """
+    """Map storages to the low-precision parameters and states, not packed, of all adopted optimizers."""
     found: dict[int, list[KnownTensor]] = {}
     adopted = (each for each, files in records.all_of(_Files) if files.is_adopted)
     for known in (known for each in adopted for known in known_tensors({"self": each}).values()):
@@ -850,10 +840,7 @@ def _saved_zero() -> Tensor:
 
 
 def _drop_present_formats(optimizer: Optimizer, plain: StateDict, saved: Saved) -> None:
-    """Drop entries of the optimizer's present formats where the checkpoint has another.
-
-    ``set_optimizer_state_dict`` of torch adds to a full state dict the entries that the optimizer has now.
-    """
+    """Drop entries of the optimizer's formats, which torch's ``set_optimizer_state_dict`` adds to others."""
     for owner, _, tensor in _held(optimizer, plain):
         auxiliaries, record = saved.get(owner, {}), record_of(tensor)
         if record is not None and len({name for name, _ in auxiliaries}) > 1:
@@ -945,8 +932,7 @@ def _refuse_mismatch(saved: Auxiliaries, owner: Tensor, dtype: torch.dtype, wher
 def _is_cast(saved: Auxiliaries) -> bool:
     """Return whether plain torch has loaded auxiliaries, which casts them to the parameter's dtype.
 
-    A fingerprint consists of bytes, and so do the auxiliaries of a format without fingerprint. FSDP1 is given
-    them so.
+    A fingerprint is bytes, and so are the auxiliaries of a format without one, as FSDP1 is given them.
     """
     fingerprints = [each for (_, name), each in saved.items() if name == FINGERPRINT]
     return all(each.is_floating_point() for each in fingerprints or saved.values() if each.dim())
@@ -1137,8 +1123,7 @@ def _put_beside(
 ) -> None:
     """Make saved auxiliaries the buffers of a tensor, until a step finds that they belong to other values.
 
-    ``in_use`` has the storages of existing buffers. Auxiliaries in other storages are used as buffers, not
-    copied, and their storages added. None to copy all.
+    They are used, not copied, if they are not in the storages ``in_use``, and added there; None to copy all.
     """
     error_format = _known_format(_format_name(auxiliaries), name)
     if (live := record_of(hi)) is not None and live.format is not error_format:
@@ -1222,10 +1207,7 @@ def _add_to(value: Tensor, auxiliaries: Auxiliaries) -> bool:
 
 
 def _has_been_stepped(plain: StateDict, owner: Owner) -> bool:
-    """Return whether a parameter had been stepped when the checkpoint was saved, as far as it shows.
-
-    Adagrad, for example, has state from the beginning, with a count of 0 steps in it.
-    """
+    """Return whether a parameter has been stepped in a checkpoint; Adagrad, say, has state with 0 steps."""
     if owner[0] is None:
         return True
     entries = plain["state"].get(owner[0])
@@ -1233,10 +1215,7 @@ def _has_been_stepped(plain: StateDict, owner: Owner) -> bool:
 
 
 class _Waiting(NamedTuple):
-    """Tensor without error terms in a checkpoint, until a step is compiled that has error terms for it.
-
-    ``wider`` is its value in the checkpoint, if that is wider.
-    """
+    """Tensor that waits for error terms, and its value in the checkpoint, if that is wider."""
 
     name: str
     tensor: TensorWeakRef
@@ -1244,10 +1223,9 @@ class _Waiting(NamedTuple):
 
 
 def note_eager_step(optimizer: Optimizer) -> None:
-    """Note that an optimizer whose step is not compiled is about to take an eager step.
+    """Note that an optimizer is about to take an eager step: wider state of its checkpoint is dropped.
 
-    Wider state of its checkpoint is dropped. Before the first eager step, error terms are made of entries
-    that plain torch has loaded.
+    Before the first eager step, error terms are made of entries that plain torch has loaded.
     """
     files = records.of(optimizer, _Files)
     entries = () if files.eager_steps else optimizer.state.values()
@@ -1299,10 +1277,7 @@ def _keyed_parameters(optimizer: Optimizer, state_dict: StateDict) -> Iterator[t
 def _held(
     optimizer: Optimizer, state_dict: StateDict, *, in_file: bool = False
 ) -> Iterator[tuple[Owner, str, Tensor]]:
-    """Yield parameters, and the state that an optimizer or with ``in_file`` a state dict keeps, as tensors.
-
-    With them come their owners in the state dict, and names.
-    """
+    """Yield ``(owner, name, tensor)`` for parameters, and for the state of an optimizer, or ``in_file``."""
     held = state_dict if in_file else _contents(optimizer)
     for key, name, parameter in _keyed_parameters(optimizer, state_dict):
         for slot, tensor in _slots(parameter, held["state"].get(key if in_file else parameter)):

@@ -35,10 +35,7 @@ class Claims:
         self._claims: list[tuple[str, weakref.ref[ErrorTermRecord], Tensor]] = []
 
     def add(self, name: str, record: ErrorTermRecord, number: Tensor) -> None:
-        """Claim that a tensor's error terms belong to the values with a fingerprint.
-
-        The number is the fingerprint, or this process's part of it; zero if nothing is known.
-        """
+        """Claim that a fingerprint, or this process's part of it, is that of a tensor; zero: unknown."""
         self._claims.append((name, weakref.ref(record), number))
         record.make_claim(number, self.settle)
 

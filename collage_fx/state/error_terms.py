@@ -201,9 +201,6 @@ class ErrorTermRecord:
     def use(self, name: str) -> Sequence[Tensor]:
         """Return the buffers for a step, in the order in which the format's ``store`` takes them.
 
-        Args:
-            name: name of the tensor, for error messages.
-
         Raises:
             UnsupportedTensorError: a packed format cannot hold the values that the tensor has been given.
         """
@@ -651,10 +648,7 @@ def _follow(record: ErrorTermRecord, tensor: Tensor) -> None:
 
 
 def move_into(tensor: Tensor, other: Tensor) -> bool:
-    """Give a tensor the memory of another tensor of its layout; keep error terms of unchanged elements.
-
-    Return whether all error terms have been kept.
-    """
+    """Give a tensor the memory of another tensor of its layout; return whether all error terms are kept."""
     record, brought = record_of(tensor), record_of(other)
     if record is None or record is brought:
         local_tensor(tensor).data = local_tensor(other).detach()
@@ -678,13 +672,8 @@ def move_into(tensor: Tensor, other: Tensor) -> bool:
 def hand_over(old: Tensor, new: Tensor, *, name: str) -> bool:
     """Give a tensor the error terms of another tensor, for elements that are the same in both.
 
-    Args:
-        old: the tensor that had the error terms.
-        new: the tensor that gets them, possibly of other sizes; elements of equal indices are compared.
-        name: name of ``new``.
-
-    Returns:
-        whether no element of both has lost its error term.
+    Sizes may differ: elements of equal indices are compared. Return whether no element of both has lost its
+    error term.
     """
     record, found = record_of(old), record_of(new)
     if record is None or not record.format.keeps_error or found not in (None, record):
@@ -811,7 +800,7 @@ def full_value(tensor: Tensor, dtype: torch.dtype = torch.float64) -> Tensor:
 
 
 def _is_joined(record: ErrorTermRecord, dtype: torch.dtype) -> bool:
-    """Return whether whole values in a dtype are float32 numbers that a format stores in integers beside hi.
+    """Return whether whole values are float32 numbers that a format stores in integers beside hi.
 
     Terms that are numbers are added to hi, which takes less memory.
     """
@@ -861,10 +850,7 @@ def _are_alike(tensor: Tensor, other: Tensor, own: ErrorTermRecord, theirs: Erro
 
 
 def write(tensor: Tensor, value: Tensor, record: ErrorTermRecord | None) -> None:
-    """Write a value of more bits to a tensor, and the rest to its error terms.
-
-    The value is a tensor of the same shape: whole, or a DTensor. Without a record it is rounded.
-    """
+    """Write a value of more bits, whole or a DTensor, to a tensor, and the rest to its error terms."""
     pieces, mine = sharding_of(tensor), local_tensor(tensor)
     source = whole_tensor(value) if pieces is None else local_tensor(value, pieces)
     if record is None or not record.format.keeps_hi:

@@ -41,16 +41,12 @@ _PAIR, _FIRST, _SECOND = ((factor + (1 << 31)) % (1 << 32) - (1 << 31) for facto
 
 
 def fingerprint(hi: Tensor, auxiliaries: Sequence[Tensor], *, earlier: bool = False) -> Tensor:
-    """Compute the fingerprint of a tensor and its auxiliaries, or of this process's shards of them.
+    """Compute the fingerprint of a tensor and its auxiliaries, or of this process's shards: int64, 0-d.
 
     Args:
         hi: an ordinary tensor of any dtype of at most 4 bytes.
-        auxiliaries: tensors; counts (0-d) beside other tensors are left out. They may be on another device,
-            from which hi has been moved.
+        auxiliaries: tensors, maybe on another device; counts (0-d) beside other tensors are left out.
         earlier: leave out scales, all of another shape than hi, as earlier versions have.
-
-    Returns:
-        a 0-d int64 tensor on hi's device.
     """
     with real_tensors(), torch.no_grad():
         here = [each.to(hi.device) for each in auxiliaries]

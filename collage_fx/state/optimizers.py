@@ -36,9 +36,8 @@ class KnownTensor:
 def optimizers_among(variables: Mapping[str, Any]) -> dict[str, Optimizer]:
     """Find the optimizers among a frame's variables, by variable.
 
-    An optimizer counts if it is the value of a variable, an element of ``*args``, the owner of a method, the
-    target of a weak reference (as in the function that schedulers put around ``step``), or the attribute
-    ``.optimizer`` of a wrapper (a scheduler, a trainer).
+    An optimizer is the value of a variable, an element of ``*args``, the owner of a method, the target of a
+    weak reference (in the function that schedulers put around ``step``), or the ``.optimizer`` of a wrapper.
     """
     found: dict[str, Optimizer] = {}
     for variable, value in variables.items():
@@ -130,10 +129,7 @@ def _attributes(value: Any) -> dict[str, Any]:
 def shared_tensors(
     groups: Sequence[Mapping[str, Any]], state: Mapping[Any, Any]
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yield ``(name, tensor)`` for tensors of no single parameter: in groups, or elsewhere in state.
-
-    Groups and state are those of an optimizer, or of its state dict.
-    """
+    """Yield ``(name, tensor)`` for tensors of no single parameter, in groups or under other keys of state."""
     for i, group in enumerate(groups):
         for slot, tensor in state_tensors({key: group[key] for key in group if key != "params"}):
             yield f"param_groups[{i}].{slot}", tensor
@@ -146,8 +142,7 @@ def shared_tensors(
 def known_tensors(optimizers: Mapping[str, Optimizer]) -> dict[int, KnownTensor]:
     """Map ``id`` to the tensors of optimizers: of each parameter itself, its gradient, its state.
 
-    Args:
-        optimizers: variable -> optimizer; with several of them, names begin with the variable.
+    With several optimizers, names begin with the variable.
     """
     known: dict[int, KnownTensor] = {}
     for variable, optimizer in optimizers.items():
@@ -170,7 +165,7 @@ def known_tensors(optimizers: Mapping[str, Optimizer]) -> dict[int, KnownTensor]
 def bytes_held(tensors: Iterable[Tensor]) -> int:
     """Count the bytes of tensors and of their auxiliaries; packed tensors have auxiliaries alone.
 
-    Error terms of new tensors may be dropped when the next step is compiled, and are not counted.
+    Error terms of new tensors, which the next step may drop, are not counted.
     """
     beside = [(tensor, record_of(tensor)) for tensor in tensors]
     own = (tensor for tensor, found in beside if found is None or found.format.keeps_hi)
@@ -180,10 +175,7 @@ def bytes_held(tensors: Iterable[Tensor]) -> int:
 
 
 def other_state_bytes(optimizer: Optimizer) -> int:
-    """Count the bytes of low-precision parameters' state in other dtypes, and of quantized state.
-
-    Such state has no row in reports. Numbers (0-d) are not counted.
-    """
+    """Count the bytes of low-precision parameters' state without rows: of other dtypes, and quantized."""
     parameters = (p for _, p in parameter_names(optimizer) if is_low_precision(p.dtype))
     states = (each for p in parameters for _, each in state_tensors(optimizer.state.get(p)))
     others = (
@@ -195,10 +187,7 @@ def other_state_bytes(optimizer: Optimizer) -> int:
 
 
 def held_per_parameter(optimizer: Optimizer) -> float:
-    """Count the bytes per element of low-precision and float32 parameters that steps without packing hold.
-
-    Counted are the parameters, their state as if it were unpacked, and all error terms.
-    """
+    """Count bytes per element of parameters of 16 and 32 bits, their state unpacked, and all error terms."""
     dtypes = {*STORAGE_FORMATS, torch.float32}
     parameters = [p for _, p in parameter_names(optimizer) if p.dtype in dtypes]
     states = (each for p in parameters for _, each in state_tensors(optimizer.state.get(p)))
@@ -222,14 +211,10 @@ def unpack_state(optimizer: Optimizer) -> None:
 
 
 def clone_of(optimizer: Optimizer, replaced: Mapping[int, Any] | None = None) -> Optimizer:
-    """Return a deep copy of an optimizer without hooks.
+    """Return a deep copy of an optimizer without hooks; ``replaced``: ``id`` of an object -> its substitute.
 
     ``copy.deepcopy(optimizer)`` does not suffice: ``Optimizer`` pickles only some attributes, and a
     subclass's step may need others. An attribute that cannot be copied is shared.
-
-    Args:
-        optimizer: the optimizer.
-        replaced: ``id`` of an object -> what the copy has in its place.
     """
     clone = object.__new__(type(optimizer))
     memo = {id(optimizer): clone, **(replaced or {})}  # an attribute may lead back to the optimizer

@@ -47,14 +47,7 @@ from collage_fx.torch_compat import (
 
 
 class _Slot(NamedTuple):
-    """Slot of a list or dictionary of an optimizer, with its value.
-
-    Attributes:
-        name: name of the tensor in the slot; empty if the value is another list or dictionary.
-        container: the list or dictionary.
-        key: index or key.
-        value: the value there.
-    """
+    """Slot of a list or dictionary of an optimizer: its value, and a name if that is a tensor."""
 
     name: str
     container: Any
@@ -67,7 +60,7 @@ class _Held:
 
     Attributes:
         slots: slots of its parameters and its state.
-        counts: reference counts of the values, as :func:`sys.getrefcount` gives them.
+        counts: reference counts of the values.
         formats: name of a tensor with error terms, or packed -> the format.
     """
 
@@ -147,11 +140,7 @@ def _slots_at(name: str, container: Any, key: Any) -> Iterator[_Slot]:
 
 
 class _Parameters:
-    """Parameters in all snapshots.
-
-    Attributes:
-        version: object that is replaced when a snapshot has other parameters than the one before.
-    """
+    """Parameters in all snapshots: ``version`` is replaced when a snapshot has others than before."""
 
     version = object()
 
@@ -183,11 +172,8 @@ def noting_steps(
 ) -> Callable[..., Any]:
     """Wrap a compiled step so that :func:`note_step` is called after it, for each optimizer.
 
-    Args:
-        step: the compiled step.
-        optimizers: optimizers that it is known to step.
-        updated: tensors that it updates. If another optimizer holds one, its parameters are checked before
-            the step, and noted after it.
+    If another optimizer holds a tensor that the step updates, its parameters are checked before and noted
+    after, too.
     """
     references, written = [*map(weakref.ref, optimizers)], [*map(TensorWeakRef, updated)]
     others: list[weakref.ref[Optimizer]] = []

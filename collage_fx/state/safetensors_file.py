@@ -54,8 +54,8 @@ def write_safetensors(
 
     Args:
         path: path of the file.
-        like: name -> tensor (on the meta device, say) with the dtype and shape of the tensor to write. Wide
-            dtypes come first, so that each tensor begins at a multiple of its itemsize.
+        like: name -> tensor (on the meta device, say) with the dtype and shape of each tensor, wide dtypes
+            first, so that a tensor begins at a multiple of its itemsize.
         tensors: the tensors to write, in the same order.
         metadata: texts for the header.
     """
@@ -83,11 +83,8 @@ def write_safetensors(
 class SafetensorsFile(Mapping[str, Tensor]):
     """Mapping of a file's tensors by name, on the CPU; each lookup maps the bytes of one tensor.
 
-    The mapping ends with the tensor, so that a program that reads one tensor after the other holds one in
-    memory. Raises CheckpointMismatchError if the file does not have the format.
-
-    Attributes:
-        metadata: texts of the header.
+    The mapping ends with the tensor. Raises CheckpointMismatchError if the file does not have the format.
+    ``metadata`` has the texts of the header.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:

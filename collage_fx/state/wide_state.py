@@ -72,11 +72,8 @@ def kept_entries(parameter: Tensor, slots: Iterable[tuple[str, Tensor]]) -> Iter
 def is_kept(saved: Tensor, parameter: Tensor, live: torch.dtype | None, *, was_low_precision: bool) -> bool:
     """Return whether an optimizer keeps state, of which a checkpoint has no key, in its own dtype.
 
-    Args:
-        saved: the state in the checkpoint.
-        parameter: the parameter that it is loaded for.
-        live: dtype of the state in its place before the load, if there is any.
-        was_low_precision: whether the checkpoint shows that the saved parameter had 16 bits.
+    ``live`` is the dtype of the state in its place before the load; ``was_low_precision`` tells whether the
+    checkpoint shows that the saved parameter had 16 bits.
     """
     if is_narrow(saved.dtype, parameter):
         return live is saved.dtype
@@ -94,11 +91,8 @@ def is_kept(saved: Tensor, parameter: Tensor, live: torch.dtype | None, *, was_l
 def value_kept(saved: Tensor, dtype: torch.dtype, held: Tensor | None) -> tuple[Tensor, bool]:
     """Return state in the dtype that an optimizer keeps it in, and whether it has all its bits.
 
-    Args:
-        saved: the state in a checkpoint, or as plain torch has loaded it: cast.
-        dtype: the dtype.
-        held: the value of its key in the checkpoint, if it has one. Bytes in it are used if they are those
-            of the number ``saved``: plain torch may have taken steps since.
+    ``saved`` is the state in a checkpoint, or as plain torch has loaded it: cast. Bytes ``held`` under its
+    key are used if they are those of the number ``saved``: plain torch may have taken steps since.
     """
     if saved.dtype is dtype:
         return saved, True

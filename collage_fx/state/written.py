@@ -38,13 +38,7 @@ TURNS = 8
 
 
 class WriteDetector:
-    """Detector of writes to an optimizer's tensors since its last step.
-
-    Args:
-        parameters: names and parameters that have error terms.
-        state: names and low-precision state tensors.
-        subject: class name of the optimizer, for a warning.
-    """
+    """Detector of writes to an optimizer's parameters, and low-precision state, since its last step."""
 
     def __init__(
         self, parameters: Sequence[tuple[str, Tensor]], state: Sequence[tuple[str, Tensor]], subject: str
@@ -120,11 +114,9 @@ class WriteDetector:
         return any(each is tensor for part in self._state for each in part)
 
     def hi_of_last_step(self, tensor: Tensor) -> Tensor | None:
-        """Return the value that the last step has left in a parameter.
+        """Return the value that the last step has left in a parameter: a copy, or the unchanged parameter.
 
-        Returns:
-            the copy, if there is one; the parameter if nobody has written to it since; None if neither is
-            so, and from the next step on there is a copy.
+        None if the parameter has been written to and there is no copy yet: from the next step on, there is.
         """
         i = self._position_of(tensor)
         if i is None or not self._versions:
@@ -162,9 +154,8 @@ class WriteDetector:
     def settle(self, is_written_elsewhere: Callable[[Tensor], bool], *, is_in_place: bool) -> None:
         """Drop the error terms of values that are gone; warn once for each parameter.
 
-        Args:
-            is_written_elsewhere: tells whether another compensated step was the last to write to a tensor.
-            is_in_place: whether the optimizer's state tensors are the same objects.
+        ``is_written_elsewhere`` tells whether another compensated step was the last to write to a tensor, and
+        ``is_in_place`` whether the state tensors are the same objects.
         """
         if is_in_place and self._state_versions:
             of_state = _versions_of(self._looked_at)

@@ -125,12 +125,7 @@ class Measurement:
 
 @dataclass(frozen=True)
 class Audit:
-    """Result of :func:`audit`; prints as text.
-
-    Attributes:
-        subject: the optimizer, its learning rate, and the shapes of its parameters.
-        measured: measurements by schedule.
-    """
+    """Result of :func:`audit`; prints as text: a title, and the measurements by schedule."""
 
     subject: str
     measured: Mapping[str, Measurement]

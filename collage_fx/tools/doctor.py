@@ -66,9 +66,8 @@ def examine() -> tuple[str, bool]:
 def patches() -> tuple[str, bool]:
     """Return a table of the functions of torch that are replaced, and whether steps can be compiled.
 
-    Its columns say when a function is replaced, whom this affects, whether the replacement fits this version
-    of torch, why it is made, and which public function it waits for. A patch for speed that does not fit is
-    off. The last rows are functions that are called, not replaced, and do not fit.
+    Columns: when a function is replaced, whom this affects, whether the replacement fits this version of
+    torch, why it is made, and which public function it waits for. A patch for speed that does not fit is off.
     """
     rows = _patch_rows()
     return _patch_table(rows), not any(FAILED in row for row in rows)

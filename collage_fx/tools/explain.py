@@ -112,10 +112,7 @@ def _results_alone(gm: GraphModule, added: Sequence[Node]) -> GraphModule:
 
 
 def _has_state_not_met(optimizer: Optimizer, backend: CollageBackend) -> bool:
-    """Return whether state that has a row was created in the step, so is missing from its inputs.
-
-    Most classes outside torch.optim create their state inside ``step``, and so does SGD with momentum.
-    """
+    """Return whether state that has a row was created in the step, as by most classes, so is no input."""
     with_float32 = backend.options.takes_float32
     state = {
         each.name

@@ -95,11 +95,7 @@ def full_precision_forward(
 
 
 class FullPrecisionForward:
-    """Modules whose forward passes are computed in float32: the result of :func:`full_precision_forward`.
-
-    Attributes:
-        modules: the modules.
-    """
+    """Modules whose forward passes are computed in float32: the result of :func:`full_precision_forward`."""
 
     def __init__(self, modules: list[nn.Module], output_dtype: torch.dtype | None) -> None:
         self.modules = modules

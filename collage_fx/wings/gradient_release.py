@@ -140,10 +140,8 @@ def reduced_late(parameters: Iterable[Tensor]) -> bool:
     """Return whether DistributedDataParallel reduces the gradients of some parameters.
 
     It does so when the backward pass has ended: until then a gradient is that of one process. Nothing leads
-    from a parameter to it, and the program may have made it at any time.
-
-    Raises:
-        GradientReleaseError: FSDP1 holds the parameters, and reduces their gradients after torch's hooks.
+    from a parameter to it, and the program may have made it at any time. FSDP1, which does so too, is
+    refused.
     """
     if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
         return False
@@ -418,11 +416,7 @@ class GradientRelease:
 
 
 class CommonValues:
-    """Values that a step changes once, for all parameters: numbers in groups, and attributes.
-
-    Args:
-        optimizer: the optimizer, before a step.
-    """
+    """Values that a step changes once, for all parameters: numbers in groups, and attributes."""
 
     def __init__(self, optimizer: Optimizer) -> None:
         self._holders: list[dict[str, Any]] = [*optimizer.param_groups, vars(optimizer)]
@@ -490,8 +484,7 @@ def _bytes(tensor: Tensor) -> int:
 def refuse_joint(optimizer: Optimizer, *, where: str) -> None:
     """Raise if an optimizer computes an update from the gradients of several parameters.
 
-    Two small parameters for each group, with gradients at random, are stepped together and apart, by copies
-    of the optimizer. The optimizer itself stays as it is.
+    Small parameters, two for each group, with gradients at random, are stepped together and apart, by copies.
     """
     kind, remedy = type(optimizer).__name__, "step it after the backward pass: collage_fx.install(optimizer)"
     try:

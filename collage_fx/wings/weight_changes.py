@@ -223,10 +223,7 @@ def _lacking_in(model: Module, reader: str) -> tuple[WeightChanges, _Lacking]:
 
 
 def _note_taken(lacking: _Lacking, reader: str) -> None:
-    """Note that a reader has the elements now that it lacked.
-
-    After an exception it has what it had; if only a part could be noted, nothing, so that it gets all.
-    """
+    """Note that a reader has the elements now that it lacked; if that fails midway, it gets all anew."""
     on_host = []
     for tensor, values, indices in lacking.values():
         new = (None, _on_host(values)) if indices is None else (indices.cpu().long(), values.cpu())
