@@ -17,22 +17,7 @@ from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import map_arg
 
-from collage_fx.graph import (
-    GraphEditor,
-    StateTensor,
-    StepProgram,
-    copies_to_inputs,
-    draws,
-    is_elementwise,
-    is_pointwise,
-    placeholders,
-    read_whole,
-    size_argument,
-    stored,
-    takes_strides,
-    tensor_value,
-    unconverted,
-)
+from collage_fx import graph
 from collage_fx.metrics.rows import places
 from collage_fx.runtime import bind
 from collage_fx.torch_compat import real_tensors
@@ -93,7 +78,9 @@ def _joined(values: Sequence[Any]) -> Any:
 class _Instance:
     """Instance of a family: where its inputs are among the arguments of a step."""
 
-    def __init__(self, program: StepProgram, states: Sequence[StateTensor], instance: int) -> None:
+    def __init__(
+        self, program: graph.StepProgram, states: Sequence[graph.StateTensor], instance: int
+    ) -> None:
         repetition = program.repetition
         own = (None, repetition.owners[states[0].position])
         positions = [i for i, owner in enumerate(repetition.owners) if owner in own]
@@ -116,7 +103,11 @@ class Observer:
     """Reader of the measured tensors, ``states`` in each instance, of a family."""
 
     def __init__(
-        self, program: StepProgram, states: Sequence[StateTensor], before: SampledGraph, after: SampledGraph
+        self,
+        program: graph.StepProgram,
+        states: Sequence[graph.StateTensor],
+        before: SampledGraph,
+        after: SampledGraph,
     ) -> None:
         self.states = states
         self.instances = [
@@ -130,9 +121,9 @@ class Observer:
 
     def read(self, present: Sequence[_Instance], arguments: Sequence[Any], *, before: bool) -> list[Samples]:
         """Return samples by instance: hi, the sum of error terms, and before the step the intended value."""
-        graph = self._before if before else self._after
+        sampled = self._before if before else self._after
         found: list[Samples] = []
-        for of_one in graph([each.values(graph.sources, arguments) for each in present]):
+        for of_one in sampled([each.values(sampled.sources, arguments) for each in present]):
             results = iter(of_one)
             for state in self.states:
                 hi, lo = next(results), next(results) if state.auxiliaries else None
@@ -140,10 +131,10 @@ class Observer:
         return found
 
 
-def observers(program: StepProgram, reference: StepProgram) -> list[Observer]:
+def observers(program: graph.StepProgram, reference: graph.StepProgram) -> list[Observer]:
     """Return the observers of a step, given as it is after the pipeline, and in float32."""
     whole = _Whole(program, reference)
-    by_family = defaultdict[int | None, list[StateTensor]](list)
+    by_family = defaultdict[int | None, list[graph.StateTensor]](list)
     for state in program.measured:
         by_family[program.repetition.owners[state.position]].append(state)
     found = []
@@ -160,18 +151,18 @@ def observers(program: StepProgram, reference: StepProgram) -> list[Observer]:
 class _Whole:
     """The graph of the step in float32, which reads hi and error terms joined."""
 
-    def __init__(self, program: StepProgram, reference: StepProgram) -> None:
+    def __init__(self, program: graph.StepProgram, reference: graph.StepProgram) -> None:
         self._gm = reference.gm
-        self._editor = GraphEditor(reference.gm, "metrics")
-        self._inputs = placeholders(self._editor.graph)
-        self._stores = copies_to_inputs(self._editor.graph)
+        self._editor = graph.GraphEditor(reference.gm, "metrics")
+        self._inputs = graph.placeholders(self._editor.graph)
+        self._stores = graph.copies_to_inputs(self._editor.graph)
         self._sources: dict[Node, Source] = {node: (i, None) for i, node in enumerate(self._inputs)}
         self._terms = {
             each.position: self._added(each.position, each.auxiliaries) for each in program.expansions
         }
         for each in program.expansions:
             hi, terms = self._inputs[each.position], self._terms[each.position]
-            read_whole(self._editor, hi, terms, each.error_format)
+            graph.read_whole(self._editor, hi, terms, each.error_format)
 
     def _added(self, position: int, auxiliaries: Sequence[Node]) -> list[Node]:
         """Add inputs for the error terms of an input."""
@@ -184,13 +175,13 @@ class _Whole:
             added.append(node)
         return added
 
-    def intended(self, state: StateTensor) -> Node:
+    def intended(self, state: graph.StateTensor) -> Node:
         """Return the value that the step stores, before it is rounded."""
-        value = unconverted(stored(self._stores[self._inputs[state.position]]))
+        value = graph.unconverted(graph.stored(self._stores[self._inputs[state.position]]))
         with self._editor.graph.inserting_before(self._editor.graph.output_node()):
             return self._editor.convert(value, torch.float32)
 
-    def held(self, state: StateTensor) -> Iterator[Node]:
+    def held(self, state: graph.StateTensor) -> Iterator[Node]:
         """Yield hi and, if there are error terms, their sum, in float32."""
         hi, editor = self._inputs[state.position], self._editor
         with editor.graph.inserting_before(editor.graph.output_node()):
@@ -202,7 +193,7 @@ class _Whole:
                 wide = [editor.convert(term, torch.float32) for term in terms]
                 yield functools.reduce(lambda one, other: editor.call(aten.add.Tensor, one, other), wide)
 
-    def sampled(self, wanted: Sequence[tuple[Node, StateTensor]]) -> SampledGraph:
+    def sampled(self, wanted: Sequence[tuple[Node, graph.StateTensor]]) -> SampledGraph:
         samples = [(node, _Sample(state.value.shape, state.value.device)) for node, state in wanted]
         return _Sampling(self._gm, self._sources, samples).graph()
 
@@ -219,15 +210,15 @@ class _Sample(NamedTuple):
 
     def is_made_by(self, node: Node) -> bool:
         """Return whether a node's elements are made of its operands' elements at the same indices."""
-        if node.op != "call_function" or not self.has(tensor_value(node)):
+        if node.op != "call_function" or not self.has(graph.tensor_value(node)):
             return False
-        if draws(node.target) or not is_elementwise(node):
+        if graph.draws(node.target) or not graph.is_elementwise(node):
             return False
-        if is_pointwise(node.target):
+        if graph.is_pointwise(node.target):
             return True
-        tensors = [tensor_value(each) for each in (node, *node.all_input_nodes)]
+        tensors = [graph.tensor_value(each) for each in (node, *node.all_input_nodes)]
         layouts = {(each.shape, each.stride()) for each in tensors if each is not None and each.dim()}
-        return len(layouts) <= 1 and not takes_strides(node.target)
+        return len(layouts) <= 1 and not graph.takes_strides(node.target)
 
 
 class _Sampling:
@@ -266,7 +257,7 @@ class _Sampling:
         self._then.output(tuple(self._part[each] for each in self._wanted))
         self._first.output(tuple(self._handed))
         first, then = GraphModule(self._gm, self._first).forward, GraphModule({}, self._then).forward
-        is_random = any(draws(node.target) for node in self._first.nodes)
+        is_random = any(graph.draws(node.target) for node in self._first.nodes)
         return SampledGraph(sources, first, then, joins=joins, draws=is_random)
 
     def _needed(self) -> tuple[Mapping[Node, dict[_Sample, None]], set[Node], set[Node]]:
@@ -284,7 +275,7 @@ class _Sampling:
                     whole.add(node)
                     continue
                 for operand in node.all_input_nodes:
-                    if sample.has(tensor_value(operand)):
+                    if sample.has(graph.tensor_value(operand)):
                         parts[operand][sample] = None
                     else:
                         need(operand)
@@ -301,7 +292,7 @@ class _Sampling:
         def operand(each: Node) -> Node:
             if (each, sample) in self._part:
                 return self._part[each, sample]
-            value = tensor_value(each)
+            value = graph.tensor_value(each)
             if value is not None and value.dim():
                 return self._taken(each, sample)
             number, dtype = self._number(each), node.meta["val"].dtype
@@ -312,14 +303,14 @@ class _Sampling:
 
         args, kwargs = map_arg((node.args, node.kwargs), operand)
         kwargs = {name: value for name, value in kwargs.items() if name != "memory_format"}
-        if (at := size_argument(node.target)) is not None:
+        if (at := graph.size_argument(node.target)) is not None:
             args = (*args[:at], [self._places_of(sample)[1]], *args[at + 1 :])
         return self._then.create_node("call_function", node.target, args, kwargs)
 
     def _taken(self, node: Node, sample: _Sample) -> Node:
         """Write the choice of a sample's elements of a tensor."""
         value = self._whole[node]
-        if not sample.has(tensor_value(node)):
+        if not sample.has(graph.tensor_value(node)):
             value = self._first.call_function(aten.expand.default, (value, [*sample.shape]))
         return self._given(self._first.call_function(aten.take.default, (value, self._places_of(sample)[0])))
 
@@ -345,12 +336,12 @@ class _Sampling:
 
 def _is_made_of_numbers(node: Node) -> bool:
     """Return whether a node is an operation on 0-d tensors that also takes columns of them."""
-    operands = map(tensor_value, node.all_input_nodes)
+    operands = map(graph.tensor_value, node.all_input_nodes)
     return (
         node.op == "call_function"
         and _broadcasts(node)
-        and not draws(node.target)
-        and all(each is not None and not each.dim() for each in (tensor_value(node), *operands))
+        and not graph.draws(node.target)
+        and all(each is not None and not each.dim() for each in (graph.tensor_value(node), *operands))
     )
 
 
@@ -366,4 +357,4 @@ def _broadcasts(node: Node) -> bool:
     if node.op != "call_function":
         return True
     takes_number = "fill" in str(node.target) and any(isinstance(each, Node) for each in node.args[1:])
-    return is_pointwise(node.target) and size_argument(node.target) is None and not takes_number
+    return graph.is_pointwise(node.target) and graph.size_argument(node.target) is None and not takes_number

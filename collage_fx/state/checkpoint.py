@@ -140,8 +140,9 @@ from collage_fx.state.optimizers import (
     parameter_names,
     shared_tensors,
     state_tensors,
+    without_own_methods,
+    wrap_own_method,
 )
-from collage_fx.state.own_methods import without_own_methods, wrap_own_method
 from collage_fx.state.packed import decoded, is_packed
 from collage_fx.state.replaced_state import format_before, note_held
 from collage_fx.torch_compat import (

@@ -27,11 +27,8 @@ class _Twin:
     equal_at: tuple[int, int]
 
 
-@dataclass(eq=False)
-class _TwinOf:
+class _TwinOf(TensorWeakRef):
     """Part of a twin: its parameter."""
-
-    parameter: TensorWeakRef
 
 
 #: A thread uploads values while the program may read them.
@@ -44,7 +41,7 @@ def set_host_twin(tensor: Tensor, twin: Tensor | None) -> None:
         records.drop(before.tensor, _TwinOf)
     if twin is not None:
         records.put(tensor, _Twin(twin, _state_of(tensor)))
-        records.put(twin, _TwinOf(TensorWeakRef(tensor)))
+        records.put(twin, _TwinOf(tensor))
 
 
 def host_twin(tensor: Tensor) -> Tensor:
@@ -68,7 +65,7 @@ def host_twin(tensor: Tensor) -> Tensor:
 def update_twin(twin: Tensor) -> None:
     """Make a twin equal to its parameter, if the program has written to that; other tensors are no twins."""
     found = records.find(twin, _TwinOf)
-    if found is not None and (parameter := found.parameter()) is not None:
+    if found is not None and (parameter := found()) is not None:
         host_twin(parameter)
 
 

@@ -1,15 +1,15 @@
-"""Tensors that an optimizer holds, with the names that the user knows them by."""
+"""Tensors that an optimizer holds, with the names that the user knows them by, and methods of its own."""
 
 from __future__ import annotations
 
 import copy
 import itertools
+import weakref
 from collections import Counter, OrderedDict
-from collections.abc import Iterable, Iterator, Mapping, Sequence, ValuesView
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, ValuesView
 from dataclasses import dataclass
 from types import MethodType, ModuleType
 from typing import Any
-from weakref import ReferenceType
 
 import torch
 from torch import Tensor
@@ -18,7 +18,6 @@ from torch.optim import Optimizer
 from collage_fx.graph import Role
 from collage_fx.numerics import STORAGE_FORMATS, is_low_precision
 from collage_fx.state.error_terms import packed_format, record_of, reset_error_terms
-from collage_fx.state.own_methods import without_own_methods
 from collage_fx.state.packed import is_packed, unpack
 from collage_fx.torch_compat import bytes_of, detect_fake_mode, is_wrapper, pytree, sharding_of
 
@@ -42,7 +41,7 @@ def optimizers_among(variables: Mapping[str, Any]) -> dict[str, Optimizer]:
     found: dict[str, Optimizer] = {}
     for variable, value in variables.items():
         for candidate in value if isinstance(value, (tuple, list)) else (value,):
-            if isinstance(candidate, ReferenceType):
+            if isinstance(candidate, weakref.ReferenceType):
                 candidate = candidate()
             if isinstance(candidate, MethodType):
                 candidate = candidate.__self__
@@ -230,3 +229,33 @@ def clone_of(optimizer: Optimizer, replaced: Mapping[int, Any] | None = None) ->
             except (TypeError, RuntimeError, NotImplementedError):  # locks, handles, tensors with a history
                 vars(clone)[name] = value
     return clone
+
+
+class OwnMethod:
+    """Method of one optimizer: calls ``around(optimizer, method, ...)``, where ``method`` is its class's.
+
+    The method does not keep the optimizer alive, and stays behind when the optimizer is copied or pickled.
+    """
+
+    def __init__(self, optimizer: Optimizer, name: str, around: Callable[..., Any]) -> None:
+        self._optimizer, self._name, self._around = weakref.ref(optimizer), name, around
+        self._before = vars(optimizer).get(name)  # what other code had given to the instance
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        optimizer = self._optimizer()
+        if optimizer is None:
+            raise ReferenceError(f"the optimizer of this {self._name} is gone")
+        method = self._before or MethodType(getattr(type(optimizer), self._name), optimizer)
+        return self._around(optimizer, method, *args, **kwargs)
+
+
+def wrap_own_method(optimizer: Optimizer, name: str, around: Callable[..., Any]) -> None:
+    """Put a function around a method of an optimizer, unless the method is torch's own."""
+    is_torchs = getattr(type(optimizer), name) is getattr(Optimizer, name)
+    if name in vars(optimizer) or not is_torchs:
+        vars(optimizer)[name] = OwnMethod(optimizer, name, around)
+
+
+def without_own_methods(attributes: Iterable[tuple[str, Any]]) -> dict[str, Any]:
+    """Return attributes of an optimizer without the methods that belong to this one instance."""
+    return {name: value for name, value in attributes if not isinstance(value, OwnMethod)}

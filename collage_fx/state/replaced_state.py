@@ -16,7 +16,6 @@ from __future__ import annotations
 import sys
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial
 from itertools import chain
 from operator import getitem, is_
 from typing import Any, NamedTuple
@@ -110,7 +109,11 @@ def _write_detector(slots: Sequence[_Slot], optimizer: str) -> WriteDetector:
         # Another optimizer's step may give a parameter its error terms. Wrappers are made of other tensors.
         elif has_storage(piece) and not is_wrapper(piece):
             parameters.append((name, value))
-    return WriteDetector(parameters, state, optimizer)
+    return WriteDetector(parameters, state, optimizer, _detectors)
+
+
+def _detectors() -> Iterator[WriteDetector]:
+    return (held.written for _, held in records.all_of(_Held))
 
 
 def _slots_of(optimizer: Optimizer) -> Iterator[_Slot]:
@@ -190,7 +193,7 @@ def noting_steps(
         for reference in others:
             other = reference()
             if other is not None and (held := records.find(other, _Held)) is not None:
-                _settle_written(other, held, is_in_place=False)
+                held.written.settle(is_in_place=False)
         try:
             return step(*arguments)
         finally:  # a refused step has increased version counters, too
@@ -258,7 +261,7 @@ def settle_replaced(optimizer: Optimizer) -> None:
     if held is None:
         return
     is_complete = held.is_complete(optimizer)
-    _settle_written(optimizer, held, is_in_place=is_complete)
+    held.written.settle(is_in_place=is_complete)
     if is_complete:
         return
     now = {slot.name: slot for slot in _slots_of(optimizer) if slot.name}
@@ -282,15 +285,10 @@ def settle_replaced(optimizer: Optimizer) -> None:
     _warn_of_new_values(optimizer, written)
 
 
-def _settle_written(optimizer: Optimizer, held: _Held, *, is_in_place: bool) -> None:
-    """Drop the error terms of an optimizer's tensors that the program has written to since its last step."""
-    held.written.settle(partial(_may_be_of_another, optimizer=optimizer), is_in_place=is_in_place)
-
-
 def _settle_read(tensor: Tensor) -> None:
     """Drop a tensor's error terms if the program has written to it since the last step."""
-    for optimizer, held in records.all_of(_Held):
-        held.written.settle_one(tensor, partial(_may_be_of_another, optimizer=optimizer))
+    for written in _detectors():
+        written.settle_one(tensor)
 
 
 settle_before_reading(_settle_read)
@@ -311,15 +309,8 @@ wrap_loading_of_modules(_with_claims)
 
 def _hi_of_last_step(tensor: Tensor) -> Tensor:
     """Return a parameter's hi that its error terms belong to; as it is now, if that is not known."""
-    found = (held.written.hi_of_last_step(tensor) for _, held in records.all_of(_Held))
+    found = (written.hi_of_last_step(tensor) for written in _detectors())
     return next((each for each in found if each is not None), local_tensor(tensor))
-
-
-def _may_be_of_another(tensor: Tensor, optimizer: Optimizer) -> bool:
-    """Return whether another optimizer's step may have been the last to write to a tensor."""
-    return any(
-        held.written.may_have_left(tensor) for other, held in records.all_of(_Held) if other is not optimizer
-    )
 
 
 def _in_the_same_object(replaced: Sequence[tuple[_Slot, _Slot, int]]) -> set[int]:

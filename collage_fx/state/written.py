@@ -20,7 +20,7 @@ state of all parameters, an eighth of the state is checked between two steps, in
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from operator import is_
 
 from torch import Tensor
@@ -41,20 +41,23 @@ class WriteDetector:
     """Detector of writes to an optimizer's parameters, and low-precision state, since its last step."""
 
     def __init__(
-        self, parameters: Sequence[tuple[str, Tensor]], state: Sequence[tuple[str, Tensor]], subject: str
+        self,
+        parameters: Sequence[tuple[str, Tensor]],
+        state: Sequence[tuple[str, Tensor]],
+        subject: str,
+        detectors: Callable[[], Iterable[WriteDetector]],
     ) -> None:
         self.names = [name for name, _ in parameters]
         self.tensors = [tensor for _, tensor in parameters]
         self._positions = {id(tensor): i for i, tensor in enumerate(self.tensors)}
-        parts = [state[i::TURNS] for i in range(min(TURNS, len(state)))]
-        self._state_names = [[name for name, _ in part] for part in parts]
         # Lists that stay: reference counts tell whether the program holds a tensor.
-        self._state = [[tensor for _, tensor in part] for part in parts]
+        self._state = [[tensor for _, tensor in state[i::TURNS]] for i in range(min(TURNS, len(state)))]
+        self._state_names = [[name for name, _ in state[i::TURNS]] for i in range(len(self._state))]
         self._turn = 0
         self._looked_at: list[Tensor] = []
         self._state_versions: list[int] = []
         self._is_state_told = False
-        self._subject = subject
+        self._subject, self._detectors = subject, detectors
         self._copies: dict[int, Tensor] = {}
         self._versions: list[int] = []
         self._noted_at = 0
@@ -129,6 +132,10 @@ class WriteDetector:
         self._copies[i] = hi.clone()
         return None
 
+    def _is_of_another(self, tensor: Tensor) -> bool:
+        """Return whether another optimizer's step may have been the last to write to a tensor."""
+        return any(each.may_have_left(tensor) for each in self._detectors() if each is not self)
+
     def _sampled(self) -> array[int] | None:
         """Return sampled elements of all parameters; None if they are elsewhere, or have other sizes now."""
         return None if self._peek is None else self._peek(self.tensors)
@@ -151,16 +158,15 @@ class WriteDetector:
         """Return whether a parameter's error terms have been declared to be right since the last step."""
         return record.accepted == version_of(self.tensors[i]) and record.accepted_at > self._noted_at
 
-    def settle(self, is_written_elsewhere: Callable[[Tensor], bool], *, is_in_place: bool) -> None:
+    def settle(self, *, is_in_place: bool) -> None:
         """Drop the error terms of values that are gone; warn once for each parameter.
 
-        ``is_written_elsewhere`` tells whether another compensated step was the last to write to a tensor, and
-        ``is_in_place`` whether the state tensors are the same objects.
+        ``is_in_place`` tells whether the state tensors are the same objects.
         """
         if is_in_place and self._state_versions:
             of_state = _versions_of(self._looked_at)
             if of_state != self._state_versions:
-                self._settle_state(of_state, is_written_elsewhere)
+                self._settle_state(of_state)
         self._leave_out_packed()
         versions = [*map(version_of, self.tensors)]
         elements = self._sampled()
@@ -170,31 +176,28 @@ class WriteDetector:
             version == before and self._has_same_elements(i, elements and elements[_part(i)])
             for i, (version, before) in enumerate(zip(versions, self._versions, strict=True))
         ]
-        self._settle_parameters([i for i, is_same in enumerate(as_left) if not is_same], is_written_elsewhere)
+        self._settle_parameters([i for i, is_same in enumerate(as_left) if not is_same])
 
-    def settle_one(self, tensor: Tensor, is_written_elsewhere: Callable[[Tensor], bool]) -> None:
+    def settle_one(self, tensor: Tensor) -> None:
         """Drop the error terms of a parameter if it has been written to, before they are read."""
         i = self._position_of(tensor)
         if i is None or not self._versions or self._is_as_left(i):
             return
-        self._settle_parameters([i], is_written_elsewhere)
+        self._settle_parameters([i])
         self._versions[i] = version_of(tensor)
         if i in self._copies:
             self._copies[i].copy_(local_tensor(tensor.detach()))
 
-    def _settle_parameters(
-        self, written: Sequence[int], is_written_elsewhere: Callable[[Tensor], bool]
-    ) -> None:
+    def _settle_parameters(self, written: Sequence[int]) -> None:
         """Drop the error terms of parameters that have been written to; warn once for each."""
         new = []
         for i in written:
-            tensor = self.tensors[i]
-            record = record_of(tensor)
+            record = record_of(self.tensors[i])
             if record is None or record.claim is not None or self._is_accepted(i, record):
                 continue
-            if is_written_elsewhere(tensor):
+            if self._is_of_another(self.tensors[i]):
                 continue
-            hi = local_tensor(tensor.detach())
+            hi = local_tensor(self.tensors[i].detach())
             if i in self._copies and self._copies[i].shape == hi.shape:
                 record.keep_where(same_elements(self._copies[i], hi))
             else:
@@ -210,20 +213,19 @@ class WriteDetector:
                 "method of the optimizer writes, compile it, too"
             )
 
-    def _settle_state(self, versions: Sequence[int], is_written_elsewhere: Callable[[Tensor], bool]) -> None:
+    def _settle_state(self, versions: Sequence[int]) -> None:
         """Drop the error terms of state that has been written to; warn if the values are not zeros."""
         written = []
         names = self._state_names[self._turn]
         looked_at = zip(names, self._looked_at, versions, self._state_versions, strict=True)
         for name, tensor, now, before in looked_at:
-            if now == before or _PACKED in (now, before) or is_written_elsewhere(tensor):
+            if now == before or _PACKED in (now, before) or self._is_of_another(tensor):
                 continue
             record = record_of(tensor)
-            if record is not None:
-                if record.claim is not None or record.accepted == now:
-                    continue
-                if record.format.keeps_error:
-                    record.clear()
+            if record is not None and (record.claim is not None or record.accepted == now):
+                continue
+            if record is not None and record.format.keeps_error:
+                record.clear()
             if local_tensor(tensor.detach()).any():
                 written.append(name)
         if written and not self._is_state_told:
