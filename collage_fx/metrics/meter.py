@@ -182,7 +182,7 @@ class Meter:
             snapshot.sum_shards()
             measured = steps.setdefault(snapshot.step, {})
             rows = zip(snapshot.tensors, snapshot.rows.tolist(), strict=True)
-            for (identity, _), row in sorted(rows, key=lambda each: self._order(each[0][0])):
+            for (identity, _), row in sorted(rows, key=self._order):
                 tensor = _named(identity, own, snapshot.subject)
                 name = f"{snapshot.subject}: {tensor.name}" if several else tensor.name
                 tensors[name] = tensor
@@ -190,8 +190,9 @@ class Meter:
                 measured[name] = UpdateQuality(int(row[-1]), **sums, sizes=sizes)
         return Metrics(dict(sorted(steps.items())), tensors)
 
-    def _order(self, identity: _Identity) -> tuple[bool, int]:
+    def _order(self, row: tuple[tuple[_Identity, MeasuredInput], Any]) -> tuple[bool, int]:
         """Return a sort key: parameters first, otherwise the order of the optimizers."""
+        (identity, _), _ = row
         return identity.kind != "parameter", self._ranks.get(identity.name, len(self._ranks))
 
 

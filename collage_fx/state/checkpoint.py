@@ -490,13 +490,6 @@ def _set_state(optimizer: Any, state_and_ours: tuple[Any, StateDict]) -> None:
     _give(optimizer, along)
 
 
-def _unpack_as_before(optimizer: Optimizer) -> None:
-    """Restore records that a pickle of an earlier version holds as attributes of the optimizer."""
-    found = {name: vars(optimizer).pop(name) for name in list(vars(optimizer)) if name.startswith(SHARED)}
-    if found:
-        _give(optimizer, {name.removeprefix(PREFIX): value for name, value in found.items()})
-
-
 def _give(optimizer: Optimizer, along: StateDict) -> None:
     """Restore the content that :func:`_carried` took from an optimizer, in a copy of the optimizer."""
     pickled: Sequence[PickledRecord | PickledWider] = along.get(SHARED, ())
@@ -681,7 +674,9 @@ def adopt(optimizer: Optimizer) -> None:
         is_new = not is_adopted(each)
         if is_new:
             _register(each)
-            _unpack_as_before(each)
+            of_pickle = [name for name in vars(each) if name.startswith(SHARED)]  # of an earlier version
+            if found := {name.removeprefix(PREFIX): vars(each).pop(name) for name in of_pickle}:
+                _give(each, found)
         if not _take_up(each) and is_new:
             _note_left_out(each)
 
@@ -962,12 +957,16 @@ def _restore(optimizer: Optimizer, load: _Load) -> None:
     """Put saved error terms beside the loaded tensors; live error terms become zero if none are saved."""
     plain, saved = load.plain, load.saved
     kind, in_use = type(optimizer), memory_of_records()
-    claims, of_state, taken_over = _claims_in(kind), _claims_in(kind), _taken_over(optimizer, plain)
+    claims, of_state = _claims_in(kind), _claims_in(kind)
+    filed = {owner: tensor for owner, _, tensor in _held(optimizer, plain, in_file=True)}
+    # Parameters for which torch uses the checkpoint's state tensors, not copies.
+    loaded = {id(each) for each in filed.values() if each.dim()}
+    held = (owner for owner, _, tensor in _held(optimizer, plain) if id(tensor) in loaded)
+    taken_over = {key for key, slot in held if key is not None and slot != PARAMETER_SLOT}
     _restore_wide(optimizer, load, taken_over)
     saved = saved | _of_renamed(optimizer, plain, saved)
     waiting, unused, missing = list[_Waiting](), list[str](), list[str]()
     has_terms = any(slot == PARAMETER_SLOT for _, slot in saved)
-    filed = {owner: tensor for owner, _, tensor in _held(optimizer, plain, in_file=True)}
     for owner, name, tensor in _held(optimizer, plain):
         live, auxiliaries, wider = record_of(tensor), saved.get(owner), filed.get(owner)
         if wider is not None and (not wider.is_floating_point() or is_low_precision(wider.dtype)):
@@ -1099,13 +1098,6 @@ def _is_rounding_of(saved: Tensor, loaded: Tensor, dtype: torch.dtype) -> bool:
     if saved.dtype is not loaded.dtype or torch.equal(value, here := local_tensor(loaded)):
         return False
     return torch.equal(value.to(dtype).to(loaded.dtype), here)
-
-
-def _taken_over(optimizer: Optimizer, plain: StateDict) -> set[Any]:
-    """Return the keys of the parameters for which torch uses the checkpoint's state tensors, not copies."""
-    loaded = {id(each) for _, _, each in _held(optimizer, plain, in_file=True) if each.dim()}
-    of_parameters = (each for each in _held(optimizer, plain) if each[0][0] is not None)
-    return {key for (key, slot), _, each in of_parameters if slot != PARAMETER_SLOT and id(each) in loaded}
 
 
 def _claims_in(kind: type[Optimizer]) -> Claims:

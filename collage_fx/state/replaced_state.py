@@ -187,8 +187,11 @@ def noting_steps(
         if written and version is not _Parameters.version:
             living = {id(tensor) for reference in written if (tensor := reference()) is not None}
             known = {reference() for reference in references}
-            holders = [each for each, held in records.all_of(_Held) if held.written.has_one_of(living)]
-            others = [weakref.ref(each) for each in holders if each not in known]
+            others = [
+                weakref.ref(each)
+                for each, held in records.all_of(_Held)
+                if each not in known and not living.isdisjoint(map(id, held.written.tensors))
+            ]
             version = _Parameters.version
         for reference in others:
             other = reference()
@@ -282,7 +285,14 @@ def settle_replaced(optimizer: Optimizer) -> None:
         if not keeps_all and old.name in held.formats:
             written.append(new)
     note_held(optimizer)
-    _warn_of_new_values(optimizer, written)
+    with real_tensors():
+        names = [slot.name for slot in written if local_tensor(slot.value.detach()).any()]
+    if names:
+        warn(
+            f"{some(names)} of {type(optimizer).__name__} has been replaced by another tensor of other "
+            "values, which begins without error terms; collage_fx.assign(tensor, value) writes a value with "
+            "all its bits"
+        )
 
 
 def _settle_read(tensor: Tensor) -> None:
@@ -300,17 +310,13 @@ def _with_claims(load_state_dict: Callable[..., Any], self: Module, *args: Any, 
     for name, tensor in chain(self.named_parameters(), self.named_buffers()):
         record = record_of(tensor)
         if record is not None and record.claim is None:
-            claims.add(name, record, fingerprint(_hi_of_last_step(tensor), record.auxiliaries))
+            known = (written.hi_of_last_step(tensor) for written in _detectors())
+            hi = next((each for each in known if each is not None), local_tensor(tensor))
+            claims.add(name, record, fingerprint(hi, record.auxiliaries))
     return load_state_dict(self, *args, **kwargs)
 
 
 wrap_loading_of_modules(_with_claims)
-
-
-def _hi_of_last_step(tensor: Tensor) -> Tensor:
-    """Return a parameter's hi that its error terms belong to; as it is now, if that is not known."""
-    found = (written.hi_of_last_step(tensor) for written in _detectors())
-    return next((each for each in found if each is not None), local_tensor(tensor))
 
 
 def _in_the_same_object(replaced: Sequence[tuple[_Slot, _Slot, int]]) -> set[int]:
@@ -333,14 +339,3 @@ def _full_layout(tensor: Tensor) -> tuple[Any, ...]:
     piece = local_tensor(tensor)
     shapes = tuple(tensor.shape), tuple(piece.shape), stride_of(piece)
     return plain_class(tensor), tensor.dtype, tensor.requires_grad, sharding_of(tensor), shapes
-
-
-def _warn_of_new_values(optimizer: Optimizer, written: Sequence[_Slot]) -> None:
-    with real_tensors():
-        names = [slot.name for slot in written if local_tensor(slot.value.detach()).any()]
-    if names:
-        warn(
-            f"{some(names)} of {type(optimizer).__name__} has been replaced by another tensor of "
-            "other values, which begins without error terms; collage_fx.assign(tensor, value) writes a value "
-            "with all its bits"
-        )

@@ -75,10 +75,6 @@ class WriteDetector:
             self._noted_at = other._noted_at
         return is_of_same
 
-    def has_one_of(self, tensors: set[int]) -> bool:
-        """Return whether a parameter is among living tensors, which are given by ``id``."""
-        return any(id(each) in tensors for each in self.tensors)
-
     def note(self) -> None:
         self._leave_out_packed()
         self._elements = self._sampled()

@@ -100,7 +100,13 @@ class FullPrecisionForward:
     def __init__(self, modules: list[nn.Module], output_dtype: torch.dtype | None) -> None:
         self.modules = modules
         for module in modules:
-            _choose(module, output_dtype)
+            if _twin_in(module) is not None:
+                _restore(module)
+            forward = vars(module).get("forward")
+            own = dict(module.named_parameters(recurse=False, remove_duplicate=False))
+            twin = _twin_of(module, tuple(own), output_dtype, getattr(forward, "__func__", None))
+            vars(module)["forward"] = twin.full_precision_forward
+            records.put(module, _Chosen({name: TensorWeakRef(p) for name, p in own.items()}))
 
     def __repr__(self) -> str:
         kinds = ", ".join(sorted({type(module).__name__ for module in self.modules}))
@@ -166,16 +172,6 @@ def _twin_in(module: nn.Module) -> _Twin | None:
     """Return the twin that computes a module's forward pass in float32; None if there is none."""
     found = getattr(vars(module).get("forward"), "__self__", None)
     return found if isinstance(found, _Twin) else None
-
-
-def _choose(module: nn.Module, output_dtype: torch.dtype | None) -> None:
-    if _twin_in(module) is not None:
-        _restore(module)
-    forward = vars(module).get("forward")
-    own = dict(module.named_parameters(recurse=False, remove_duplicate=False))
-    twin = _twin_of(module, tuple(own), output_dtype, None if forward is None else forward.__func__)
-    vars(module)["forward"] = twin.full_precision_forward
-    records.put(module, _Chosen({name: TensorWeakRef(p) for name, p in own.items()}))
 
 
 def _restore(module: nn.Module) -> None:

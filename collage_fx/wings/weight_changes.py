@@ -306,8 +306,9 @@ def load_changes(path: str | os.PathLike[str]) -> WeightChanges:
             if name in held:
                 patches.append(WeightPatch(name, shape, held[name].dtype, held[name].reshape(-1)))
                 continue
-            values, stored = held[name + VALUES], held[name + INDICES]
-            indices = _from_gaps(stored, math.prod(shape)) if is_gaps else stored
+            values, indices = held[name + VALUES], held[name + INDICES]
+            if is_gaps:
+                indices = ((indices.long() + 1).cumsum(0) - 1).to(dtype_of_indices(math.prod(shape)))
             patches.append(WeightPatch(name, shape, values.dtype, values, indices))
         if file.metadata.get(HASH) not in (None, _hash(held, file.metadata)):
             raise ValueError("its hash is another than that of what it holds")
@@ -474,7 +475,3 @@ def _gaps(indices: Tensor) -> Tensor:
     wide = indices.long()
     gaps = torch.diff(wide, prepend=wide.new_full((1,), -1)) - 1
     return gaps.to(torch.uint16 if not gaps.numel() or int(gaps.max()) < 1 << 16 else torch.uint32)
-
-
-def _from_gaps(gaps: Tensor, elements: int) -> Tensor:
-    return ((gaps.long() + 1).cumsum(0) - 1).to(dtype_of_indices(elements))
