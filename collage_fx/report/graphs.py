@@ -12,18 +12,9 @@ from typing import TYPE_CHECKING
 import torch
 from torch.fx import Graph, GraphModule
 
+from collage_fx import graph
 from collage_fx.choices import Strategy, did_you_mean
 from collage_fx.errors import InvalidOptionError
-from collage_fx.graph import (
-    Repetition,
-    Role,
-    Route,
-    StepProgram,
-    copy_of,
-    placeholders,
-    repeated_graph,
-    results_to_inputs,
-)
 from collage_fx.numerics import ERROR_FORMATS
 from collage_fx.options.budgets import Budget
 from collage_fx.pipeline import Pass, Stage, run_pipeline, up_to_choosing
@@ -56,15 +47,15 @@ class GraphReport:
     """
 
     captured: GraphModule = field(repr=False)
-    repetition: Repetition = field(repr=False)
+    repetition: graph.Repetition = field(repr=False)
     subject: str
-    route: Route
+    route: graph.Route
     tensors: tuple[TensorReport, ...]
     is_rewritten: bool = False
     wider_bytes: int = 0
     note: str = ""
     code: tuple[str, ...] = field(default=(), repr=False)
-    program: StepProgram | None = field(default=None, repr=False)
+    program: graph.StepProgram | None = field(default=None, repr=False)
     pipeline: tuple[Pass, ...] = field(default=(), repr=False)
     budgets: tuple[Budget, ...] = field(default=(), repr=False)
     updates: Updates = field(default_factory=Updates, repr=False)
@@ -72,7 +63,7 @@ class GraphReport:
     @functools.cached_property
     def before(self) -> GraphModule:
         """Whole graph as captured."""
-        return repeated_graph(self.captured, self.repetition)
+        return graph.repeated_graph(self.captured, self.repetition)
 
     @property
     def after(self) -> GraphModule:
@@ -92,11 +83,11 @@ class GraphReport:
         program = self._run(lambda stage: passes.append((stage.name, stage.summary)))
         return program.gm if self.is_rewritten else self.before, tuple(passes)
 
-    def _run(self, observe: Callable[[Stage], None]) -> StepProgram:
+    def _run(self, observe: Callable[[Stage], None]) -> graph.StepProgram:
         """Run the passes on the whole graph once more."""
         assert self.program is not None
-        program = self.program.before_passes(copy_of(self.before))
-        results_to_inputs(program)
+        program = self.program.before_passes(graph.copy_of(self.before))
+        graph.results_to_inputs(program)
         with torch.no_grad():
             run_pipeline(program, self.pipeline, observe=observe)
         return program
@@ -104,7 +95,7 @@ class GraphReport:
     @property
     def headline(self) -> str:
         """Headline: ``AdamW: 148 parameters and 148 exp_avg_sq compensated, 4.0 extra bytes/param``."""
-        counts: dict[tuple[Role, str], list[TensorReport]] = {}
+        counts: dict[tuple[graph.Role, str], list[TensorReport]] = {}
         for row in self.tensors:
             if row.compensated:
                 counts.setdefault((row.role, row.symbol), []).append(row)
@@ -128,7 +119,7 @@ class GraphReport:
     def rows_under(self, choices: Sequence[tuple[Strategy, str]]) -> list[list[TensorReport]]:
         """Return the rows of :attr:`tensors` for each of some strategies and error formats."""
         assert self.program is not None
-        program = self.program.before_passes(copy_of(self.before))
+        program = self.program.before_passes(graph.copy_of(self.before))
         preparation, choosing = up_to_choosing(self.pipeline)
         rows = []
         with torch.no_grad():
@@ -144,11 +135,11 @@ class GraphReport:
         inputs = self._row(tensor).inputs
         return self.picture_of(self.before.graph, inputs), self.picture_of(self.after.graph, inputs)
 
-    def picture_of(self, graph: Graph, inputs: tuple[str, ...]) -> Picture:
+    def picture_of(self, stage: Graph, inputs: tuple[str, ...]) -> Picture:
         """Return a picture of the update of some inputs in a stage's graph."""
         from collage_tools.pages import picture
 
-        return picture(graph, inputs, self._input_names())
+        return picture(stage, inputs, self._input_names())
 
     def to_text(self, tensor: str | None = None) -> str:
         """Describe the update of :meth:`pictures`, in a line for each node with the pass that made it."""
@@ -192,7 +183,7 @@ class GraphReport:
         """Map graph inputs to their names in recurrences: ``p``, and ``p.lo`` for an error term."""
         names: dict[str, str] = {}
         if self.program is not None:
-            inputs = zip(placeholders(self.before.graph), self.program.inputs, strict=True)
+            inputs = zip(graph.placeholders(self.before.graph), self.program.inputs, strict=True)
             names = {node.name: info.symbol for node, info in inputs}
         for row in self.tensors:
             hi, *errors = row.inputs

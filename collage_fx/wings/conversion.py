@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from typing_extensions import Unpack
 
+from collage_fx import state
 from collage_fx.backend import CollageBackend
 from collage_fx.capture import first_overlap
 from collage_fx.choices import did_you_mean, takes_options
@@ -27,18 +28,6 @@ from collage_fx.graph import is_dense
 from collage_fx.installation import CompiledStep, accepted, install, uninstall
 from collage_fx.numerics import ERROR_FORMATS, is_low_precision
 from collage_fx.options import GivenOptions
-from collage_fx.state import (
-    bytes_held,
-    ensure_record,
-    full_value,
-    held_optimizers,
-    is_spared,
-    note_new,
-    parameter_names,
-    reset_error_terms,
-    state_tensors,
-    write,
-)
 from collage_fx.torch_compat import (
     gathers_other_dtype,
     is_flattened,
@@ -127,7 +116,7 @@ def convert(
     """
     given = list(optimizer) if isinstance(optimizer, (list, tuple)) else [optimizer]
     inner = [each for one in given for each in accepted(one, backend, options)[0]]
-    inner += [each for one in inner for each in held_optimizers(one)]
+    inner += [each for one in inner for each in state.held_optimizers(one)]
     found, kept = _tensors(model, inner, dtype, keep, buffers=buffers)
     chosen = (backend or CollageBackend(**options)).options
     late = "" if dtype is torch.bfloat16 else next(iter(options), "backend" if backend else "")
@@ -147,13 +136,13 @@ def convert(
     log.info("%s", plan)
     with torch.no_grad():
         for kind, name, tensor in ((n, *each) for n in found for each in found[n].items()):
-            value = full_value(tensor, torch.float32)
-            reset_error_terms(tensor)
+            value = state.full_value(tensor, torch.float32)
+            state.reset_error_terms(tensor)
             take_data(tensor, value.to(dtype))
             if dtype is torch.bfloat16 and kind in ("weights", "state"):
-                write(tensor, value, ensure_record(tensor, ERROR_FORMATS["exact"], name=name))
+                state.write(tensor, value, state.ensure_record(tensor, ERROR_FORMATS["exact"], name=name))
                 if kind == "state":
-                    note_new(tensor)
+                    state.note_new(tensor)
     for each in given:
         if dtype is torch.float32:
             uninstall(each)
@@ -179,7 +168,7 @@ def _tensors(
             raise InvalidOptionError(f"keep={pattern!r} names nothing here", where="keep", remedy=near)
         staying |= met
     found: Tensors = {"weights": {}, "others": {}, "gradients": {}, "state": {}}
-    stepped = [(number, p, one.state.get(p, {})) for one in inner for number, p in parameter_names(one)]
+    stepped = [(number, p, one.state.get(p, {})) for one in inner for number, p in state.parameter_names(one)]
     ids, kept = {id(p) for _, p, _ in stepped}, []
     for name, tensor in {first[id(t)]: t for _, t in named if t.is_floating_point()}.items():
         if tensor.dtype is dtype or id(tensor) in staying:
@@ -188,14 +177,14 @@ def _tensors(
         found["weights" if id(tensor) in ids else "others"][name] = tensor
         if tensor.grad is not None and tensor.grad.dtype is tensor.dtype:
             found["gradients"][f"{name}.grad"] = tensor.grad
-    for number, p, state in stepped:
+    for number, p, entries in stepped:
         if id(p) not in first:
             fault = "a parameter of the optimizer that is not in the model: a copy, or another model's"
             remedy = "give the model whose parameters the optimizer steps"
             raise UnsupportedTensorError(fault, where=number, remedy=remedy)
         name = first[id(p)]
-        for slot, tensor in state_tensors(state) if name in found["weights"] else ():
-            if tensor.dtype is p.dtype and tensor.dim() and not is_spared(slot):
+        for slot, tensor in state.state_tensors(entries) if name in found["weights"] else ():
+            if tensor.dtype is p.dtype and tensor.dim() and not state.is_spared(slot):
                 found["state"][f"{name}.{slot}"] = tensor
     return found, kept
 
@@ -250,4 +239,4 @@ def _summary(found: Tensors, kept: list[str], dtype: torch.dtype, limit: float |
     after = {n: numbers[n] * (4 if n in ("weights", "state") else dtype.itemsize) for n in numbers}
     if isinstance(limit, (int, float)):
         after["state"] = min(after["state"], max(0, round((limit - 4) * numbers["weights"])))
-    return Conversion(dtype, rounded, tuple(kept), {n: bytes_held(local[n]) for n in local}, after)
+    return Conversion(dtype, rounded, tuple(kept), {n: state.bytes_held(local[n]) for n in local}, after)
