@@ -7,12 +7,10 @@ is looked at. The data flows like this:
 
 * :func:`places` says which elements are in the sample: all of a small tensor.
 * ``samples.py`` makes two graphs for each tensor. One computes the value that the step intends, in float32,
-  from the whole old value: the operations of the optimizer, on the elements of the sample alone where they
-  are elementwise. The other reads what is stored. torch runs both, one operation after the other, the first
-  before the step and the second before and after it. Kernels know nothing of it.
+  from the whole old value, on the elements of the sample alone where operations are elementwise. The other
+  reads what is stored, before and after the step. torch runs both, operation by operation.
 * :func:`rows_of` sums what these graphs return: a row of numbers for each tensor.
-* ``meter.py`` counts steps, decides which of them are measured (``metrics_every``), and keeps the rows on the
-  host.
+* ``meter.py`` counts and chooses steps (``metrics_every``), and keeps the rows on the host.
 * ``quality.py`` derives norms, EDQ and shares from the rows on request.
 
 Precision. The intended and the effective update of an element are differences of float32 numbers, with a

@@ -3,12 +3,11 @@
 Note [Owning the round trip]
 ----------------------------
 An optimizer is adopted (:func:`adopt`) when its step is given to ``torch.compile`` or to ``install``, and at
-the latest when a step is first compiled or recorded. From then on it has three hooks of ours: ``state_dict``
-adds the error terms to each parameter's entry under keys of ours, and ``load_state_dict`` takes them out
-before torch loads the rest, and puts them beside the tensors that torch has made. (torch casts every tensor
-in ``state`` to its parameter's dtype, pytorch#43706.) Hooks that the user has registered before see a state
-dict with our keys, and an optimizer with its error terms. To a process without collage_fx such a checkpoint
-is an ordinary one, and the other way round; one of packed state is not, see Note [Packed state in files].
+the latest when a step is first compiled or recorded. From then on ``state_dict`` adds the error terms to each
+parameter's entry under keys of ours, and ``load_state_dict`` takes them out before torch loads the rest, and
+puts them beside the tensors that torch has made. (torch casts every tensor in ``state`` to its parameter's
+dtype, pytorch#43706.) Hooks that the user has registered before see our keys, and error terms. To a process
+without collage_fx such a checkpoint is an ordinary one, and the other way round, unless state is packed.
 
 A class with methods of its own for the two may rename the entries, or have another layout. So such an
 optimizer has methods of ours around its class's (:class:`OwnMethod`), which give the class a state dict
@@ -17,15 +16,13 @@ without ``state`` and ``param_groups`` gets one more entry, ``"collage_fx"``, wi
 not in it yet: those of an optimizer within are.
 
 Keys: ``collage_fx.<slot>.<format>.<auxiliary>``, where the slot is ``parameter`` or the name of the state, as
-``collage_fx.exp_avg_sq.exact.rest``. An attribute, an item or a nested key follows a dot, as
-``average.slow``; the later of two equal slots gets a number, as a state that is called ``parameter``:
-``parameter#2``. Beside them, ``collage_fx.<slot>.<format>.fingerprint`` tells which values they belong to:
-Note [Fingerprints]. Error terms of tensors that belong to no single parameter (in ``param_groups``, or in
-``state`` under a key of the optimizer's own) are in one more entry of the state dict, ``"collage_fx"``. Those
-of attributes of the optimizer, which torch's state dict does not hold, are not saved: ``state_dict`` warns.
-State of another dtype than its parameter has a key of its own: Note [Wide state]. Entries named
-``"collage_fx.<name>"`` beside ``state`` (:func:`carry_along`) let a resumed run decide as the interrupted run
-would have.
+``collage_fx.exp_avg_sq.exact.rest``: :func:`state_tensors`. Beside them,
+``collage_fx.<slot>.<format>.fingerprint`` tells which values they belong to: Note [Fingerprints]. Error terms
+of tensors that belong to no single parameter (in ``param_groups``, or in ``state`` under a key of the
+optimizer's own) are in one more entry of the state dict, ``"collage_fx"``. Those of attributes of the
+optimizer, which torch's state dict does not hold, are not saved: ``state_dict`` warns. State of another dtype
+than its parameter has a key of its own: Note [Wide state]. Entries named ``"collage_fx.<name>"`` beside
+``state`` (:func:`carry_along`) let a resumed run decide as the interrupted run would have.
 
 Note [Memory of a loaded state dict]
 ------------------------------------
@@ -37,11 +34,10 @@ the buffers of another record.
 Note [Packed state in files]
 ----------------------------
 A packed tensor in a state dict is the optimizer's own; it is decoded when it is read. Its pickle is a call of
-:func:`packed_tensor` with its auxiliaries, the same memory as under our keys: a file holds them once, and
-``torch.load`` makes a packed tensor of them, which an optimizer uses unchanged. So the file names a function
-of ours, which is registered with ``torch.load`` (``add_safe_globals``); in a process without collage_fx, the
-error of ``torch.load`` names it: use :func:`plain_state_dict`. The entries under our keys are for programs
-that handle tensors alone, such as torch.distributed.checkpoint.
+:func:`packed_tensor` with its auxiliaries, the same memory as under our keys, which are for programs that
+handle tensors alone, such as torch.distributed.checkpoint. So a file holds them once, and names a function of
+ours, which is registered with ``torch.load`` (``add_safe_globals``). In a process without collage_fx the
+error of ``torch.load`` names it: use :func:`plain_state_dict`.
 
 Note [Loaded by plain torch]
 ----------------------------
@@ -78,9 +74,8 @@ Note [Copies and pickles]
 Ours, for the class of each adopted optimizer, adds a :class:`PickledRecord` of each tensor that has error
 terms; the memo sees to it that these tensors are the copy's own. The copy is adopted, as torch copies no
 hooks. A pickle thereby names functions of ours: unpickling imports collage_fx, or fails where there is none.
-(A pickle of an earlier version is one of torch's own; its error terms are taken up by :func:`adopt`.) So
-``copy.deepcopy((model, opt))`` is a pair that trains on like the first. A model copied or saved *alone* has
-no error terms: its values are hi.
+So ``copy.deepcopy((model, opt))`` is a pair that trains on like the first. A model copied or saved *alone*
+has no error terms: its values are hi.
 """
 
 from __future__ import annotations

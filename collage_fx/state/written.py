@@ -5,8 +5,7 @@ Note [Written between two steps]
 Averages of local SGD, EMA weights that are swapped in, clamps and pruning write to hi and know of no error
 terms. So tensors are checked before the next step, and before their error terms are read or saved: the
 version counter of each parameter and, as a write through ``.data`` does not count, four elements of each on a
-CPU with a C++ compiler, in some 10 microseconds for 148 parameters. On a GPU, where the host would have to
-wait for the elements, writes through ``.data`` are not detected.
+CPU with a C++ compiler. On a GPU, where the host would wait for them, such writes are not detected.
 
 The first time, nobody can tell which elements have been written: all of the parameter's error terms become
 zero, half an ulp at most. From then on a copy of that parameter is kept, two bytes an element, and unchanged

@@ -3,9 +3,8 @@
 It checks that the functions of torch that collage_fx replaces still have the signatures that the replacements
 need; ``--patches`` lists them. Compensation depends on the compiler: if it drops a rounding, every error term
 is zero, without a message (see Note [Rounding must survive lowering] in ``numerics/arithmetic.py``). So a
-step is compiled on every device and compared, bit for bit, with the same step computed by torch's eager
-operations on the CPU. Without a compiler the bits are right, but steps are so slow that the doctor reports
-it.
+step is compiled on every device and compared, bit for bit, with the same step in eager torch on the CPU.
+Without a compiler the bits are right, but steps are so slow that the doctor reports it.
 """
 
 from __future__ import annotations

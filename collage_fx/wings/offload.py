@@ -10,8 +10,7 @@ complete gradient to the host, and frees it. A thread waits for the copy, steps 
 ``gradient_release.py``, and copies their hi back. ``optimizer.step()`` waits for the thread. The next forward
 pass waits, on the device, for the last copies.
 
-On a GPU twins and gradients are in pinned memory, which is copied without work for the host. State and
-error terms never leave the host, so they are in ordinary memory.
+On a GPU twins and gradients are in pinned memory, which is copied without work for the host.
 
 Only the twin has error terms. ``full_value``, ``assign`` and ``error_terms`` of a parameter use those of its
 twin. If the program has written to a parameter, as ``load_state_dict`` does, the twin is made equal before
