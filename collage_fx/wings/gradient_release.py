@@ -151,18 +151,16 @@ def reduced_late(parameters: Iterable[Tensor]) -> bool:
     # By type: isinstance() asks a proxy, whose object may be gone.
     wrappers: Iterable[Any] = (each for each in gc.get_objects() if issubclass(type(each), kinds))
     wrapper = next((each for each in wrappers if any(id(p) in mine for p in each.parameters())), None)
-    if wrapper is not None and not isinstance(wrapper, DistributedDataParallel):
+    if wrapper is None:
+        return False
+    if not isinstance(wrapper, DistributedDataParallel):
         raise GradientReleaseError(
             "FullyShardedDataParallel (FSDP1) calls hooks before it has reduced a gradient",
             where=type(wrapper.module).__name__,
             remedy="shard the model with fully_shard (FSDP2)",
         )
-    if wrapper is not None:
-        log.info(
-            "DistributedDataParallel keeps all gradients until the backward pass has ended, so parameters "
-            "are stepped then"
-        )
-    return wrapper is not None
+    log.info("DistributedDataParallel keeps all gradients to the end of the backward pass: steps come then")
+    return True
 
 
 def sole_optimizer(optimizer: Any, options: ReleaseOptions, *, where: str) -> Optimizer:
@@ -226,16 +224,10 @@ class GradientRelease:
         of = f"{type(self._optimizer).__name__}: {len(self._parameters)} parameters"
         return f"<{type(self).__name__} of {of}, at most {self.largest:,} bytes of gradients have waited>"
 
-    def watch(self) -> None:
-        """Note each gradient when it is complete, by hooks of the parameters."""
-        self._is_watching = True
+    def watch(self, *, is_watching: bool = True) -> None:
+        """Note each gradient when it is complete, by hooks, or leave all to the program's ``step()``."""
+        self._is_watching = is_watching
         self._follow_hooks()
-
-    def _stop_watching(self) -> None:
-        """Leave gradients to the program's ``optimizer.step()``."""
-        for hook in self._hooks.values():
-            hook.remove()
-        self._hooks, self._is_watching = {}, False
 
     def _ask(self) -> None:
         """Ask the optimizer for its parameters: the program may have thawed, added or replaced some."""
@@ -249,19 +241,18 @@ class GradientRelease:
         parts = COMPILED_PARTS if is_cut and not self._takes_stand_ins else PARTS
         asked = self._options.bucket_bytes
         self._bucket_bytes = sum(map(_bytes, now)) // parts if asked is None else asked
-        if self._is_watching:
-            self._follow_hooks()
+        self._follow_hooks()
 
     def _begin(self) -> None:
         """Prepare for a step at its first gradient, in the program's backward pass."""
         self._ask()
         if self._is_first and reduced_late(self._given()):  # the model has been wrapped since
-            self._stop_watching()
+            self.watch(is_watching=False)
         self._is_first = False
 
     def _follow_hooks(self) -> None:
-        """Put hooks on all parameters that the optimizer has now; remove the hooks of others."""
-        now = {id(p): p for p in self._parameters if p.requires_grad}
+        """Put hooks on all parameters that the optimizer has now, if it watches; remove other hooks."""
+        now = {id(p): p for p in self._parameters if p.requires_grad and self._is_watching}
         for gone in self._hooks.keys() - now.keys():
             self._hooks.pop(gone).remove()
         for new in now.keys() - self._hooks.keys():
@@ -274,7 +265,7 @@ class GradientRelease:
 
     def remove(self) -> None:
         """Make the optimizer step after the backward pass again; gradients that wait are kept."""
-        self._stop_watching()
+        self.watch(is_watching=False)
         if self._options.scaler is not None:
             vars(self._optimizer)[SCALED] = self._scaled_before
         self._compiled.release = None
@@ -303,8 +294,6 @@ class GradientRelease:
             self._stepped.clear()
             self._passes.clear()
             return returned
-
-    # -- In the backward pass
 
     def take(self, parameter: Tensor) -> None:
         """Take note of a gradient, which may be complete; step when enough of them are."""
@@ -420,7 +409,7 @@ class CommonValues:
 
     def __init__(self, optimizer: Optimizer) -> None:
         self._holders: list[dict[str, Any]] = [*optimizer.param_groups, vars(optimizer)]
-        self._after = [_comparable(group) for group in optimizer.param_groups]
+        self._after = [*map(_comparable, optimizer.param_groups)]
         self._is_begun = False
         self._before = [
             {key: (each, each.detach().clone() if isinstance(each, Tensor) else each) for key, each in found}
