@@ -205,7 +205,7 @@ def uninstall(optimizer: Installed) -> Installed:
             remove_release(each)
             torch_compat.remove_own_step(each)
             capture.forget_compiled_step(each)
-            state.forget_compiled(each)
+            state.files_of(each).is_compiled = False
             for known in state.known_tensors({"self": each, **state.optimizers_among(vars(each))}).values():
                 state.reset_error_terms(known.tensor)
     return optimizer

@@ -63,7 +63,7 @@ from collage_fx.capture.recorder import is_recording
 from collage_fx.capture.recording import Request, beginning_in_call, is_recordable, is_recorded
 from collage_fx.capture.source import line_that_updates, within_reach
 from collage_fx.numerics import is_low_precision
-from collage_fx.state import has_error_terms, times_loaded
+from collage_fx.state import files_of, has_error_terms
 from collage_fx.torch_compat import GraphBreak, ThinnedLists, is_being_stepped, is_class_traced, own_step
 
 log = logging.getLogger("collage_fx")
@@ -367,7 +367,7 @@ def _before_call(compiler: Any) -> None:
 def _done(subject: Optimizer | CodeType, code: CodeType, more: int = 0) -> int:
     """Return how often a function has been compiled for a subject, with ``more``; loading starts anew."""
     counts = torch_compat.records.of(subject, _Compilations)
-    key = torch_compat.key_of_code(code), times_loaded(subject) if isinstance(subject, Optimizer) else 0
+    key = torch_compat.key_of_code(code), files_of(subject).loads if isinstance(subject, Optimizer) else 0
     counts[key] += more
     return counts[key]
 
@@ -739,7 +739,7 @@ def _take_over_or_refuse(optimizer: Optimizer, name: str, owner: Optimizer | Non
         recording.record(optimizer, requested.request, reason)
         return
     # Error terms of a checkpoint that this optimizer has loaded itself belong to no compiled step.
-    is_newest_strict = _Requests.newest_is_strict and not state.is_adopted(optimizer)
+    is_newest_strict = _Requests.newest_is_strict and not files_of(optimizer).is_adopted
     strict = is_newest_strict if requested is None else requested.request.strict
     kind = type(optimizer).__name__
     if owner is None:

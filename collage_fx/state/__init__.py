@@ -4,12 +4,10 @@ from collage_fx.state.checkpoint import (
     adopt,
     adopted_by_storage,
     carry_along,
-    forget_compiled,
-    is_adopted,
+    files_of,
     load_flat,
     note_compiled,
     note_eager_step,
-    times_loaded,
 )
 from collage_fx.state.error_terms import (
     ErrorTermRecord,

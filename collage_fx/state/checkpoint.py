@@ -200,12 +200,12 @@ class _Load:
 
 
 @dataclass(eq=False)
-class _Files:
+class Files:
     """Facts about an optimizer's files: a part of its record.
 
     Attributes:
         is_adopted: whether it saves and loads error terms.
-        is_compiled: whether one of its steps has been compiled, which has made its error terms.
+        is_compiled: whether a step has been compiled, so that a checkpoint needs error terms.
         eager_steps: number of steps that it has taken without being compiled.
         loads: number of times that ``load_state_dict`` has given it other state tensors.
         loading: state dict between torch's two hooks; one that torch refuses stays until the next load.
@@ -257,7 +257,7 @@ class PickledWider:
 
 def note_compiled(optimizer: Optimizer) -> None:
     """Note that a step has been compiled: fill error terms from wider state of the checkpoint, or warn."""
-    files, missing = records.of(optimizer, _Files), []
+    files, missing = files_of(optimizer), []
     files.is_compiled = True
     waiting, files.waiting = files.waiting, []
     for name, reference, wider in waiting:
@@ -276,14 +276,9 @@ def note_compiled(optimizer: Optimizer) -> None:
     _warn_of_missing(type(optimizer), missing)
 
 
-def forget_compiled(optimizer: Optimizer) -> None:
-    """Undo :func:`note_compiled`: a checkpoint for the optimizer needs no error terms."""
-    records.of(optimizer, _Files).is_compiled = False
-
-
-def times_loaded(optimizer: Optimizer) -> int:
-    """Return how often ``load_state_dict`` has given the optimizer other state tensors."""
-    return records.of(optimizer, _Files).loads
+def files_of(optimizer: Optimizer) -> Files:
+    """Return the facts about an optimizer's files, which may be changed."""
+    return records.of(optimizer, Files)
 
 
 def carry_along(
@@ -417,7 +412,7 @@ def _taken_apart(optimizer: Optimizer) -> Any:
     before = _reducers[type(optimizer)]
     reduced = optimizer.__reduce_ex__(4) if before is None else before(optimizer)
     along = _carried(optimizer)
-    if isinstance(reduced, str) or not (along or is_adopted(optimizer)):
+    if isinstance(reduced, str) or not (along or files_of(optimizer).is_adopted):
         return reduced
     make, args, state, *rest = reduced
     if isinstance(state, dict):
@@ -492,7 +487,7 @@ def _give(optimizer: Optimizer, along: StateDict) -> None:
     for each in pickled:
         if isinstance(each, PickledWider):
             waiting = _Waiting(each.name, TensorWeakRef(each.tensor), each.wider)
-            records.of(optimizer, _Files).waiting.append(waiting)
+            files_of(optimizer).waiting.append(waiting)
             continue
         name = f"{type(optimizer).__name__} in a pickle"
         record = ensure_record(each.tensor, _known_format(each.format_name, name), name=name)
@@ -509,7 +504,7 @@ def _before_load(optimizer: Optimizer, given: StateDict) -> StateDict | None:
     """Separate our keys from a state dict, check them, and return the rest for torch to load."""
     if not isinstance(given.get("state"), Mapping):
         return None  # what a later hook of the user's understands: error terms in it are adopted once loaded
-    records.of(optimizer, _Files).loading = load = _read(optimizer, given)
+    files_of(optimizer).loading = load = _read(optimizer, given)
     return load.plain
 
 
@@ -519,7 +514,7 @@ def _read(optimizer: Optimizer, given: Mapping[str, Any], *, may_rename: bool = 
     A class's own load is given none of our keys: they are those that the class was given.
     """
     plain, saved = _separated(dict(given))
-    saved |= records.of(optimizer, _Files).left_out
+    saved |= files_of(optimizer).left_out
     _, outer = _own_loads[-1] if _own_loads else (None, None)
     if not saved and outer is not None and _keys_in(outer.plain) == _keys_in(plain):
         saved, kept, outer.saved, outer.kept = outer.saved, outer.kept, {}, {}
@@ -543,7 +538,7 @@ def _after_load(optimizer: Optimizer, along: StateDict | None = None) -> None:
     """
     if any(each is optimizer for each, _ in _own_loads):
         return
-    files = records.of(optimizer, _Files)
+    files = files_of(optimizer)
     files.loads += 1
     loading, files.loading = files.loading, None
     along = along or ({} if loading is None else loading.along)
@@ -569,7 +564,7 @@ def _load_by_own(optimizer: Optimizer, method: Callable[..., Any], *args: Any, *
         load = _Load(_without_ours(given))
     _own_loads.append((optimizer, load))
     bound.arguments[name] = load.plain
-    files = records.of(optimizer, _Files)
+    files = files_of(optimizer)
     files.loading = None
     try:
         result = method(*bound.args, **bound.kwargs)
@@ -644,7 +639,7 @@ def load_flat(
     adopt(optimizer)
     keyed = _keyed_parameters(optimizer, optimizer.state_dict())
     prefixes = [(key, f"state.{name}.{PREFIX}") for key, name, _ in keyed]
-    files = records.of(optimizer, _Files)
+    files = files_of(optimizer)
     files.left_out = _by_owner(
         (key, name.removeprefix(prefix), value)
         for key, prefix in prefixes
@@ -666,7 +661,7 @@ def adopt(optimizer: Optimizer) -> None:
         CheckpointMismatchError: the entries do not fit; nothing has been changed then.
     """
     for each in (optimizer, *optimizers_among(vars(optimizer)).values()):
-        is_new = not is_adopted(each)
+        is_new = not files_of(each).is_adopted
         if is_new:
             _register(each)
             of_pickle = [name for name in vars(each) if name.startswith(SHARED)]  # of an earlier version
@@ -676,15 +671,10 @@ def adopt(optimizer: Optimizer) -> None:
             _note_left_out(each)
 
 
-def is_adopted(optimizer: Optimizer) -> bool:
-    """Return whether an optimizer saves and loads error terms."""
-    return records.of(optimizer, _Files).is_adopted
-
-
 def adopted_by_storage() -> dict[int, list[KnownTensor]]:
     """Map storages to the low-precision parameters and states, not packed, of all adopted optimizers."""
     found: dict[int, list[KnownTensor]] = {}
-    adopted = (each for each, files in records.all_of(_Files) if files.is_adopted)
+    adopted = (each for each, files in records.all_of(Files) if files.is_adopted)
     for known in (known for each in adopted for known in known_tensors({"self": each}).values()):
         is_low = known.role is not Role.GRADIENT and is_low_precision(known.tensor.dtype)
         if is_low and not is_packed(known.tensor) and has_storage(piece := local_tensor(known.tensor)):
@@ -693,7 +683,7 @@ def adopted_by_storage() -> dict[int, list[KnownTensor]]:
 
 
 def _register(optimizer: Optimizer) -> None:
-    records.of(optimizer, _Files).is_adopted = True
+    files_of(optimizer).is_adopted = True
     wrap_own_method(optimizer, "state_dict", _save_by_own)
     wrap_own_method(optimizer, "load_state_dict", _load_by_own)
     try:
@@ -765,7 +755,7 @@ def _note_left_out(optimizer: Optimizer) -> None:
     zero before the first step, and the groups are those of a state dict, in which the parameters stand last.
     Without the latter the optimizer has made it when it was constructed.
     """
-    files, contents = records.of(optimizer, _Files), _contents(optimizer)
+    files, contents = files_of(optimizer), _contents(optimizer)
     steps = files.eager_steps
     may_be_loaded = not steps and all(
         len(group) > 1 and [*group][-1] == "params" for group in optimizer.param_groups
@@ -1001,7 +991,7 @@ def _restore(optimizer: Optimizer, load: _Load) -> None:
         )
     _warn_of_missing(kind, missing)
     of_state.settle()  # its values have been loaded, too; those of parameters may be loaded later
-    files = records.of(optimizer, _Files)
+    files = files_of(optimizer)
     files.waiting = waiting
     if files.is_compiled:
         note_compiled(optimizer)
@@ -1215,7 +1205,7 @@ def note_eager_step(optimizer: Optimizer) -> None:
 
     Before the first eager step, error terms are made of entries that plain torch has loaded.
     """
-    files = records.of(optimizer, _Files)
+    files = files_of(optimizer)
     entries = () if files.eager_steps else optimizer.state.values()
     if any(str(key).startswith(PREFIX) for each in entries if isinstance(each, dict) for key in each):
         adopt(optimizer)
@@ -1225,7 +1215,7 @@ def note_eager_step(optimizer: Optimizer) -> None:
 
 def _still_wider(optimizer: Optimizer) -> Iterator[PickledWider]:
     """Yield state that was wider in a checkpoint, until a step is compiled."""
-    for name, reference, wider in records.of(optimizer, _Files).waiting:
+    for name, reference, wider in files_of(optimizer).waiting:
         if wider is not None and (tensor := reference()) is not None:
             yield PickledWider(name, tensor, wider)
 

@@ -24,7 +24,7 @@ import collage_fx
 from collage_fx import CollageBackend, backend_of, error_terms, full_value, install, load_full_state_dict
 from collage_fx.capture.recording import Request, record
 from collage_fx.errors import CheckpointMismatchError
-from collage_fx.state.checkpoint import adopt, is_adopted
+from collage_fx.state.checkpoint import adopt, files_of
 from collage_fx.state.optimizers import known_tensors
 from tests.support import resume
 from tests.support.training import (
@@ -998,7 +998,7 @@ def test_a_run_whose_checkpoint_plain_torch_has_loaded_is_the_uninterrupted_run(
 
 def loaded_by_plain_torch(optimizer: torch.optim.Optimizer, checkpoint: dict[str, Any]) -> None:
     """Load a state dict into an optimizer that nobody has adopted, as a process without collage_fx does."""
-    assert not is_adopted(optimizer)
+    assert not files_of(optimizer).is_adopted
     optimizer.load_state_dict(checkpoint)
 
 
