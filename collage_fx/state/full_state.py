@@ -101,15 +101,6 @@ class _FullStateDict(Mapping[str, Any]):
     def __reduce__(self) -> Any:
         return dict, (dict(self),)  # pickles and copies are ordinary dictionaries, with all tensors
 
-    def like(self) -> dict[str, Tensor]:
-        """Return the values by name, with tensors on the meta device, of the whole shape."""
-        return {
-            name: torch.empty(held.shape, dtype=self._dtype if _is_full(held) else held.dtype, device="meta")
-            if isinstance(held, Tensor)
-            else held
-            for name, held in self.held.items()
-        }
-
 
 def _is_full(tensor: Tensor) -> bool:
     """Return whether a full state dict has hi + error terms of a tensor, rather than the tensor."""
@@ -138,25 +129,25 @@ def save_full_state_dict(
         OSError: the file cannot be written; an earlier file is unchanged.
     """
     full = _FullStateDict(model, dtype, gather=True)
-    like = full.like()
-    for name, each in like.items():
-        if not isinstance(each, Tensor) or each.dtype not in NAMES:
-            kind = each.dtype if isinstance(each, Tensor) else type(each).__name__
+    like: dict[str, Tensor] = {}
+    for name, held in full.held.items():
+        is_tensor = isinstance(held, Tensor)
+        kind = type(held).__name__ if not is_tensor else dtype if _is_full(held) else held.dtype
+        if kind not in NAMES:
             raise UnsupportedTensorError(
                 f"{kind}, which a safetensors file cannot hold",
                 where=name,
                 remedy="torch.save(dict(collage_fx.full_state_dict(model)), path)",
             )
+        like[name] = torch.empty(held.shape, dtype=kind, device="meta")
     first = _first_names(full.held)
     order = sorted((name for name in like if first[name] == name), key=lambda name: -like[name].itemsize)
     tensors = (full[name] for name in order)
     ranks = [int(pieces.mesh.mesh.min()) for pieces in map(sharding_of, full.held.values()) if pieces]
+    metadata = {"format": "pt", **{name: of for name, of in first.items() if of != name}}
     try:
         if not ranks or torch.distributed.get_rank() == min(ranks):
-            others = {name: of for name, of in first.items() if of != name}
-            write_safetensors(
-                Path(path), {name: like[name] for name in order}, tensors, {"format": "pt", **others}
-            )
+            write_safetensors(Path(path), {name: like[name] for name in order}, tensors, metadata)
     finally:
         for _ in tensors:  # all processes have to gather each tensor, or none
             pass

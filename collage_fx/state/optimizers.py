@@ -77,7 +77,7 @@ def parameter_names(optimizer: Optimizer) -> Iterator[tuple[str, Tensor]]:
 def has_state(optimizer: Optimizer, key: Any) -> bool:
     """Return whether an optimizer's state has an entry for a key: anything but None or an empty container."""
     entry = optimizer.state.get(key)
-    return entry is not None and not (isinstance(entry, (Mapping, list, tuple)) and not entry)
+    return bool(entry) if isinstance(entry, (Mapping, list, tuple)) else entry is not None
 
 
 def state_tensors(state: Any, taken: Iterable[str] = ()) -> Iterator[tuple[str, Tensor]]:

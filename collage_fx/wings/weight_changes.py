@@ -141,10 +141,7 @@ class WeightChanges(Sequence[WeightPatch]):
             if not is_sparse:
                 tensors[patch.name] = patch.values.view(patch.shape)
                 continue
-            indices = patch.indices
-            if indices is None:
-                dtype = dtype_of_indices(patch.values.numel())
-                indices = torch.arange(patch.values.numel(), dtype=dtype, device=patch.values.device)
+            indices = _all_indices(patch.values) if patch.indices is None else patch.indices
             tensors[patch.name + VALUES] = patch.values
             tensors[patch.name + INDICES] = _gaps(indices) if encoding == "gap_delta" else indices
         metadata = {
@@ -413,11 +410,14 @@ def _lacking_of(tensor: Tensor, reader: str) -> tuple[Tensor, Tensor | None]:
     return values.clone(), None
 
 
+def _all_indices(values: Tensor) -> Tensor:
+    return torch.arange(values.numel(), dtype=dtype_of_indices(values.numel()), device=values.device)
+
+
 def _in_whole(indices: Tensor | None, tensor: Tensor) -> Tensor:
     """Convert indices in this process's piece, in row-major order, to indices in the whole tensor."""
     piece = local_tensor(tensor.detach())
-    if indices is None:
-        indices = torch.arange(piece.numel(), dtype=torch.int64, device=piece.device)
+    indices = _all_indices(piece) if indices is None else indices
     if piece.shape == tensor.shape:
         return indices
     whole = torch.zeros_like(indices, dtype=torch.int64)
