@@ -22,7 +22,7 @@ import operator
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import ClassVar, TypeVar
+from typing import ClassVar, TypeVar, cast
 
 from collage_fx.errors import InvalidOptionError
 from collage_fx.metrics.rows import OCTAVES, ROW, SIZES
@@ -45,6 +45,21 @@ class MeasuredTensor:
     module: str
     group: int | None
     step_of: str
+
+
+def _ratio(part: float, whole: float) -> float:
+    return part / whole if whole else math.nan
+
+
+def _root(name: str, doc: str) -> float:
+    """Return a property, the root of an attribute; to a type checker it is its value."""
+    return cast(float, property(lambda quality: math.sqrt(getattr(quality, name)), doc=doc))
+
+
+def _share(part: str, whole: str, doc: str) -> float:
+    """Return a property, the ratio of two attributes; NaN if the second is zero."""
+    ratio = property(lambda quality: _ratio(getattr(quality, part), getattr(quality, whole)), doc=doc)
+    return cast(float, ratio)
 
 
 @dataclass(frozen=True)
@@ -97,61 +112,26 @@ class UpdateQuality:
         sums = {name: getattr(self, name) + getattr(other, name) for name in numbers}
         return UpdateQuality(**sums, sizes=sizes)
 
-    @property
-    def intended_norm(self) -> float:
-        """Norm ||D|| of the intended update."""
-        return math.sqrt(self.intended)
-
-    @property
-    def effective_norm(self) -> float:
-        """Norm ||D̂|| of the effective update of hi + lo."""
-        return math.sqrt(self.effective)
-
-    @property
-    def effective_norm_hi(self) -> float:
-        """Norm ||D̂|| of the effective update of hi alone."""
-        return math.sqrt(self.effective_hi)
-
-    @property
-    def edq(self) -> float:
-        """Effective descent quality of hi + lo: <D / ||D||, D̂> (section 4); NaN if D is zero."""
-        return _ratio(self.along, self.intended_norm)
-
-    @property
-    def edq_hi(self) -> float:
-        """Effective descent quality of hi alone."""
-        return _ratio(self.along_hi, self.intended_norm)
-
-    @property
-    def edq_ratio(self) -> float:
-        """EDQ over its optimum, for hi + lo: <D, D̂> / <D, D>; NaN if D is zero."""
-        return _ratio(self.along, self.intended)
-
-    @property
-    def edq_ratio_hi(self) -> float:
-        """EDQ over its optimum, for hi alone."""
-        return _ratio(self.along_hi, self.intended)
-
-    @property
-    def lost_share(self) -> float:
-        """Share of lost updates: elements with D ≠ 0 and unchanged hi + lo, over all with D ≠ 0."""
-        return _ratio(self.lost, self.asked)
-
-    @property
-    def lost_share_hi(self) -> float:
-        """Share of the elements with D ≠ 0 whose hi did not change.
-
-        With error terms, lo holds most of these updates.
-        """
-        return _ratio(self.lost_hi, self.asked)
-
-    @property
-    def imprecision(self) -> float:
-        """Imprecision percentage of the paper, as a share: elements with unchanged hi, over all elements.
-
-        It includes elements whose update is held in lo, and elements with D = 0.
-        """
-        return _ratio(self.unchanged, self.elements)
+    intended_norm = _root("intended", "Norm ||D|| of the intended update.")
+    effective_norm = _root("effective", "Norm ||D̂|| of the effective update of hi + lo.")
+    effective_norm_hi = _root("effective_hi", "Norm ||D̂|| of the effective update of hi alone.")
+    edq = _share(
+        "along", "intended_norm", "Effective descent quality of hi + lo: <D / ||D||, D̂> (section 4)."
+    )
+    edq_hi = _share("along_hi", "intended_norm", "Effective descent quality of hi alone.")
+    edq_ratio = _share("along", "intended", "EDQ over its optimum, for hi + lo: <D, D̂> / <D, D>.")
+    edq_ratio_hi = _share("along_hi", "intended", "EDQ over its optimum, for hi alone.")
+    lost_share = _share("lost", "asked", "Share of elements with D ≠ 0 whose hi + lo did not change.")
+    lost_share_hi = _share(
+        "lost_hi",
+        "asked",
+        "Share of elements with D ≠ 0 whose hi did not change; lo holds most of these updates.",
+    )
+    imprecision = _share(
+        *("unchanged", "elements"),
+        "Imprecision percentage of the paper, as a share: elements with unchanged hi, over all elements. It "
+        "includes elements whose update is held in lo, and elements with D = 0.",
+    )
 
     @property
     def small_share(self) -> float:
@@ -163,15 +143,8 @@ class UpdateQuality:
         _, *octaves = self.sizes
         return _ratio(math.fsum(octaves[: OCTAVES.index(0)]), math.fsum(octaves))
 
-    @property
-    def error_norm(self) -> float:
-        """Norm ||lo|| of the error terms after the step."""
-        return math.sqrt(self.error)
-
-    @property
-    def error_share(self) -> float:
-        """Share of the elements whose error term is not zero."""
-        return _ratio(self.held, self.elements)
+    error_norm = _root("error", "Norm ||lo|| of the error terms after the step.")
+    error_share = _share("held", "elements", "Share of the elements whose error term is not zero.")
 
     def as_dict(self) -> dict[str, float]:
         """Return the derived values by name, for loggers."""
@@ -180,10 +153,6 @@ class UpdateQuality:
 
 #: Names of the derived values that are written to files and given to loggers.
 DERIVED = tuple(name for name, value in vars(UpdateQuality).items() if isinstance(value, property))
-
-
-def _ratio(part: float, whole: float) -> float:
-    return part / whole if whole else math.nan
 
 
 #: Type of the keys that group tensors.
