@@ -128,7 +128,8 @@ class UpdateQuality:
         "Share of elements with D ≠ 0 whose hi did not change; lo holds most of these updates.",
     )
     imprecision = _share(
-        *("unchanged", "elements"),
+        "unchanged",
+        "elements",
         "Imprecision percentage of the paper, as a share: elements with unchanged hi, over all elements. It "
         "includes elements whose update is held in lo, and elements with D = 0.",
     )
@@ -205,10 +206,8 @@ class Metrics(Mapping[int, Mapping[str, UpdateQuality]]):
         result: dict[int, dict[Key, UpdateQuality]] = {}
         for step, values in self.items():
             for name, quality in values.items():
-                tensor = self.tensors[name]
-                if kind in (None, tensor.kind):
-                    found = result.setdefault(step, {})
-                    group = key(tensor)
+                if kind in (None, self.tensors[name].kind):
+                    found, group = result.setdefault(step, {}), key(self.tensors[name])
                     found[group] = found[group] + quality if group in found else quality
         return result
 
@@ -274,8 +273,7 @@ class Metrics(Mapping[int, Mapping[str, UpdateQuality]]):
 
     def to_csv(self, path: str | Path) -> Path:
         """Write :meth:`rows` as a CSV table; return the path."""
-        path = Path(path)
-        with path.open("w", newline="", encoding="utf-8") as file:
+        with (path := Path(path)).open("w", newline="", encoding="utf-8") as file:
             writer = csv.DictWriter(file, COLUMNS)
             writer.writeheader()
             writer.writerows(self.rows())

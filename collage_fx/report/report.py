@@ -51,10 +51,8 @@ class CollageReport:
 
     def why(self) -> str:
         """Describe the way of every compilation through the compiler, and the reasons against faster ways."""
-        lines = []
-        for graph in self.graphs:
-            lines += [f"{graph.subject}: {graph.route}", *(f"  {line}" for line in graph.route.explained())]
-        return "\n".join(lines)
+        ways = ([f"{graph.subject}: {graph.route}", *graph.route.explained()] for graph in self.graphs)
+        return "\n".join("\n  ".join(lines) for lines in ways)
 
     def bytes_per_parameter(self) -> dict[str, float]:
         """Compute bytes per element of low-precision parameters: parameters, state, error terms, and total.
@@ -126,8 +124,7 @@ class CollageReport:
 
     def save_html(self, path: str | Path, *, kernels: bool = False) -> Path:
         """Write :meth:`to_html` into a file and return its path."""
-        path = Path(path)
-        path.write_text(self.to_html(kernels=kernels), encoding="utf-8")
+        (path := Path(path)).write_text(self.to_html(kernels=kernels), encoding="utf-8")
         return path
 
     def _notes(self) -> list[str]:

@@ -68,8 +68,8 @@ def budget_table(budgets: Sequence[Budget], style: str, *, compensates: bool) ->
     terms (``compensates``), ``state`` alone is shown. ``style`` is a table format of tabulate.
     """
     used, *others = budgets
-    shown = [*frontier(others)]
-    rows = [each for each in others if each in shown or each == used]
+    shown = [*frontier(others), used]
+    rows = [each for each in others if each in shown]
     names = [str(each) if compensates else f"state={each.state!r}" for each in rows]
     arrows = ["→" if each == used else "" for each in rows]
     cells = [*zip(arrows, names, (f"{each.bytes:.4g}" for each in rows), strict=True)]

@@ -344,7 +344,8 @@ def _after_save(optimizer: Optimizer, saved: StateDict) -> StateDict:
     state, wider = dict(saved["state"]), {id(each.tensor): each for each in _still_wider(optimizer)}
     for key, _, parameter in _keyed_parameters(optimizer, saved):
         entry = optimizer.state.get(parameter)
-        kept = wide_state.kept_entries(parameter, _state_slots(entry))
+        unpacked = (each for each in _state_slots(entry) if not is_packed(each[1]))
+        kept = wide_state.kept_entries(parameter, unpacked)
         auxiliaries = _keyed_auxiliaries(_slots(parameter, entry), are_flat=is_flattened(parameter))
         ours = {PREFIX + name: tensor for name, tensor in itertools.chain(auxiliaries, kept)}
         unchanged = {

@@ -32,7 +32,6 @@ import torch
 from torch import Tensor
 
 from collage_fx.numerics import is_low_precision
-from collage_fx.state.packed import is_packed
 from collage_fx.torch_compat import local_tensor, pytree
 
 #: Name in the place of an error format's, in keys of a state dict.
@@ -62,7 +61,7 @@ def kept_entries(parameter: Tensor, slots: Iterable[tuple[str, Tensor]]) -> Iter
         is_kept = is_narrow(tensor.dtype, parameter) or (
             is_low_precision(parameter.dtype) and is_wide(tensor.dtype, parameter)
         )
-        if is_kept and not is_spared(slot) and not is_packed(tensor):
+        if is_kept and not is_spared(slot):
             held = torch.zeros(1, dtype=torch.uint8, device=tensor.device)
             if not tensor.dim():  # a copy: torch.save refuses one memory that is viewed as two dtypes
                 held = local_tensor(tensor.detach()).reshape(-1).clone().view(torch.uint8)

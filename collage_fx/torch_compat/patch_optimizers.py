@@ -54,7 +54,7 @@ STATE_LISTS = Patch(
 TYPES = Patch(
     name="types",
     target="torch._dynamo.guards:GuardBuilder.TYPE_MATCH(self, guard)",
-    why="guards identify packed state by identity alone, because packing changes its class",
+    why="guards identify state by identity alone, because a step may give it another class",
     waits_for="an option of a backend to omit guards by tensor, not only by name",
     relies_on=("torch._dynamo.guards:GuardBuilder.get(self, guard_or_source)",),
 )
