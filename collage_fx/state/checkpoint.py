@@ -284,12 +284,10 @@ def files_of(optimizer: Optimizer) -> Files:
 def carry_along(
     name: str, value: Callable[[Optimizer], Any], restore: Callable[[Optimizer, Any], object]
 ) -> None:
-    """Register a value, not in an optimizer's state, that its copies and pickles take along.
+    """Register a value, not in an optimizer's state, that its copies and pickles take along, by its name.
 
-    Args:
-        name: name of the value in pickles; if it begins with our prefix, also its key in state dicts.
-        value: returns the value, None if there is none.
-        restore: called with the copy and the value, once the copy has its state and error terms.
+    ``value`` returns it, or None; ``restore`` gets the copy, with its state and error terms, and the value. A
+    name that begins with our prefix is a key in state dicts, too.
     """
     _carried_along[name] = value, restore
 

@@ -314,12 +314,8 @@ class ErrorTermRecord:
 
     def decoded_parts(self, elements: int) -> Iterator[tuple[Tensor, Sequence[Tensor]]]:
         """Yield rows of a packed tensor, decoded, with their auxiliaries, about ``elements`` at a time."""
-        codes, layout = self.auxiliaries[0], self.layout()
-        rows = max(1, elements * len(codes) // codes.numel()) if self.format.by_rows else len(codes)
-        for first in range(0, len(codes), rows):
-            part = slice(first, first + rows)
-            auxiliaries = [each[part] if each.dim() else each for each in self.auxiliaries]
-            hi = layout[part]
+        whole = self.layout(), *self.auxiliaries
+        for hi, *auxiliaries in _rows_of(*whole, elements=elements) if self.format.by_rows else [whole]:
             with real_tensors(), torch.no_grad():
                 yield self.format.join(hi, *auxiliaries).to(self.dtype), auxiliaries
 
@@ -447,15 +443,10 @@ def ensure_record(
     buffers: Sequence[Tensor] | None = None,
     is_passing: bool = False,
 ) -> ErrorTermRecord:
-    """Return the tensor's record; make a record of zeros if there is none.
+    """Return the tensor's record; if there is none, make a record of zeros, or of given buffers.
 
-    Args:
-        tensor: a real tensor (hi), of low precision or with a packed format float32, which may be a DTensor:
-            Note [Sharded tensors].
-        error_format: the format wanted.
-        name: name of the tensor, for error messages.
-        buffers: tensors that a new record may use as its buffers; None for zeros.
-        is_passing: whether a step has made the tensor for itself.
+    The tensor is hi, real, of low precision or with a packed format float32; it may be a DTensor: Note
+    [Sharded tensors]. ``is_passing`` tells whether a step has made it for itself.
 
     Raises:
         ConflictingErrorFormatError: the tensor has error terms in another format, which a step uses.
@@ -871,12 +862,12 @@ def write(tensor: Tensor, value: Tensor, record: ErrorTermRecord | None) -> None
     record.drop_claim()
 
 
-def _rows_of(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
+def _rows_of(*tensors: Tensor, elements: int = 0) -> Iterator[tuple[Tensor, ...]]:
     """Yield views of rows, of about ``PART`` elements each, of tensors of one shape, with all 0-d tensors."""
     first = tensors[0]
     if not first.dim() or not first.numel():
         return iter([tensors])
-    rows = max(1, PART * len(first) // first.numel())
+    rows = max(1, (elements or PART) * len(first) // first.numel())
     parts = len(first.split(rows))
     return zip(*(each.split(rows) if each.dim() else [each] * parts for each in tensors), strict=True)
 

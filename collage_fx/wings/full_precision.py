@@ -197,6 +197,7 @@ class _Twin(nn.Module):
         names: names of the parameters that are properties.
         output_dtype: dtype of float32 outputs; None for that of the inputs.
         replaced: function that another program had made the module's forward; None for that of its class.
+        facts: names, output_dtype and replaced.
         compute: forward of the module.
     """
 
@@ -204,6 +205,7 @@ class _Twin(nn.Module):
     names: tuple[str, ...]
     output_dtype: torch.dtype | None
     replaced: Callable[..., Any] | None
+    facts: tuple[Any, ...]
     compute: Callable[..., Any]
 
     def full_precision_forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -225,11 +227,10 @@ class _Twin(nn.Module):
         return narrowed(output) if isinstance(output, Tensor) else pytree.tree_map(narrowed, output)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _Twin:
-        copied = copy.deepcopy(self.original, memo)
-        return _twin_of(copied, self.names, self.output_dtype, self.replaced)
+        return _twin_of(copy.deepcopy(self.original, memo), *self.facts)
 
     def __reduce__(self) -> tuple[Callable[..., _Twin], tuple[Any, ...]]:
-        return _twin_of, (self.original, self.names, self.output_dtype, self.replaced)
+        return _twin_of, (self.original, *self.facts)
 
 
 def _is_float(x: Any) -> bool:
@@ -246,14 +247,9 @@ def _narrowed(x: Any, dtype: torch.dtype) -> Any:
     return x.to(dtype) if isinstance(x, Tensor) and x.dtype is torch.float32 else x
 
 
-def _twin_of(
-    module: nn.Module,
-    names: tuple[str, ...],
-    output_dtype: torch.dtype | None,
-    replaced: Callable[..., Any] | None,
-) -> _Twin:
+def _twin_of(module: nn.Module, *facts: Any) -> _Twin:
     """Make a twin of a module, which may still be without its attributes, as when a file is read."""
-    kind = _twin_class(cast(Any, type(module)), names, output_dtype, replaced)
+    kind = _twin_class(cast(Any, type(module)), *facts)
     twin = object.__new__(kind)
     object.__setattr__(twin, "__dict__", vars(module))
     object.__setattr__(twin, "original", module)
@@ -272,6 +268,7 @@ def _twin_class(
         "names": names,
         "output_dtype": output_dtype,
         "replaced": staticmethod(replaced) if replaced is not None else None,
+        "facts": (names, output_dtype, replaced),
         "compute": replaced or kind.forward,
         **{name: property(functools.partial(_full_precision_of, name=name)) for name in names},
     }
