@@ -250,11 +250,9 @@ class MeteredStep:
 
     def __call__(self, arguments: list[Any], present: Present | None = None) -> Any:
         if any(map(is_captured, self.devices)):
-            raise InvalidOptionError(
-                "metrics=True while a CUDA graph is captured: its replays would not be measured",
-                where=self.subject,
-                remedy="capture a step of a backend without metrics, or do not capture",
-            )
+            met = "metrics=True while a CUDA graph is captured: its replays would not be measured"
+            remedy = "capture a step of a backend without metrics, or do not capture"
+            raise InvalidOptionError(met, where=self.subject, remedy=remedy)
         keys, identities = self.keys, self.identities
         if identities is None:
             tensors = [arguments[each.index] for each in self.inputs]

@@ -198,11 +198,9 @@ class Metrics(Mapping[int, Mapping[str, UpdateQuality]]):
         """
         kinds = {tensor.kind for tensor in self.tensors.values()}
         if kind is not None and kinds and kind not in kinds:
-            raise InvalidOptionError(
-                f"no tensor of kind {kind!r} has been measured",
-                where="kind",
-                remedy=f"use one of {', '.join(map(repr, sorted(kinds)))}",
-            )
+            met = f"no tensor of kind {kind!r} has been measured"
+            remedy = f"use one of {', '.join(map(repr, sorted(kinds)))}"
+            raise InvalidOptionError(met, where="kind", remedy=remedy)
         result: dict[int, dict[Key, UpdateQuality]] = {}
         for step, values in self.items():
             for name, quality in values.items():

@@ -156,11 +156,9 @@ class GraphReport:
 
         path = Path(path)
         if path.suffix != ".svg":
-            raise InvalidOptionError(
-                f"no way to draw a {path.suffix or 'nameless'} file",
-                where=str(path),
-                remedy="let the path end in .svg; a browser prints such a file as PDF",
-            )
+            met = f"no way to draw a {path.suffix or 'nameless'} file"
+            remedy = "let the path end in .svg; a browser prints such a file as PDF"
+            raise InvalidOptionError(met, where=str(path), remedy=remedy)
         row = self._row(tensor)
         titles = [f"{row.name} before", f"{row.name} after"]
         passes = [name for name, _ in self.passes]
@@ -172,11 +170,9 @@ class GraphReport:
         if tensor is None and rows:
             return self.tensors[0]
         if tensor not in rows:
-            raise InvalidOptionError(
-                f"no state tensor {tensor!r} in this graph" if rows else "this graph was lowered as it was",
-                where=self.subject,
-                remedy=did_you_mean(str(tensor), rows) if rows else self.note,
-            )
+            met = f"no state tensor {tensor!r} in this graph" if rows else "this graph was lowered as it was"
+            remedy = did_you_mean(str(tensor), rows) if rows else self.note
+            raise InvalidOptionError(met, where=self.subject, remedy=remedy)
         return rows[tensor]
 
     def _input_names(self) -> dict[str, str]:

@@ -235,11 +235,9 @@ class ErrorTermRecord:
         hi = local_tensor(tensor)
         if not self.is_current:
             if why_not := self.format.why_not_values(hi):
-                raise UnsupportedTensorError(
-                    f"{why_not} in a state that no step makes negative, and that is packed as such",
-                    where=name,
-                    remedy="let the state begin with what its optimizer makes, or leave state= out",
-                )
+                met = f"{why_not} in a state that no step makes negative, and that is packed as such"
+                remedy = "let the state begin with what its optimizer makes, or leave state= out"
+                raise UnsupportedTensorError(met, where=name, remedy=remedy)
             if was_used and isinstance(tensor, torch.nn.Parameter):
                 self._warn_of_write(tensor, name)
             self.encode(hi, keep_same=True)

@@ -134,11 +134,9 @@ def save_full_state_dict(
         is_tensor = isinstance(held, Tensor)
         kind = type(held).__name__ if not is_tensor else dtype if _is_full(held) else held.dtype
         if kind not in NAMES:
-            raise UnsupportedTensorError(
-                f"{kind}, which a safetensors file cannot hold",
-                where=name,
-                remedy="torch.save(dict(collage_fx.full_state_dict(model)), path)",
-            )
+            met = f"{kind}, which a safetensors file cannot hold"
+            remedy = "torch.save(dict(collage_fx.full_state_dict(model)), path)"
+            raise UnsupportedTensorError(met, where=name, remedy=remedy)
         like[name] = torch.empty(held.shape, dtype=kind, device="meta")
     first = _first_names(full.held)
     order = sorted((name for name in like if first[name] == name), key=lambda name: -like[name].itemsize)
@@ -185,11 +183,9 @@ def load_full_state_dict(
         InvalidOptionError: there is no such error format. In all three cases nothing has been changed.
     """
     if error_format not in ERROR_FORMATS:
-        raise InvalidOptionError(
-            f"unknown error format {error_format!r}",
-            where="load_full_state_dict(error_format=...)",
-            remedy=did_you_mean(error_format, ERROR_FORMATS),
-        )
+        met = f"unknown error format {error_format!r}"
+        remedy = did_you_mean(error_format, ERROR_FORMATS)
+        raise InvalidOptionError(met, where="load_full_state_dict(error_format=...)", remedy=remedy)
     adopt(optimizer)
     kept_in = ERROR_FORMATS[error_format]
     sources = weights if isinstance(weights, Mapping) else SafetensorsFile(weights)

@@ -84,11 +84,9 @@ def full_precision_forward(
     given = [modules] if isinstance(modules, nn.Module) else modules
     chosen = list({id(each): each for each in given}.values())
     if output_dtype is not None and not output_dtype.is_floating_point:
-        raise InvalidOptionError(
-            f"output_dtype={output_dtype} is no floating-point dtype",
-            where="full_precision_forward",
-            remedy="give torch.float32, or leave it out for the dtype of the inputs",
-        )
+        met = f"output_dtype={output_dtype} is no floating-point dtype"
+        remedy = "give torch.float32, or leave it out for the dtype of the inputs"
+        raise InvalidOptionError(met, where="full_precision_forward", remedy=remedy)
     for each in chosen:
         _refuse(each)
     return FullPrecisionForward(chosen, output_dtype)
@@ -141,11 +139,9 @@ def _refuse(module: nn.Module) -> None:
     forward = vars(module).get("forward")
     is_method = isinstance(forward, MethodType) and forward.__self__ is module
     if not (forward is None or is_method or _twin_in(module) is not None):
-        raise InvalidOptionError(
-            f"another program has replaced the forward of this {kind}",
-            where=f"forward of a {kind}",
-            remedy="choose the module before, or replace the forward by a method of the module",
-        )
+        met = f"another program has replaced the forward of this {kind}"
+        remedy = "choose the module before, or replace the forward by a method of the module"
+        raise InvalidOptionError(met, where=f"forward of a {kind}", remedy=remedy)
     if getattr(module, "max_norm", None) is not None:
         raise UnsupportedTensorError(
             f"a {kind} with max_norm, whose forward writes to its weights, of which it would get a copy",
@@ -177,11 +173,9 @@ def _twin_in(module: nn.Module) -> _Twin | None:
 def _restore(module: nn.Module) -> None:
     twin = _twin_in(module)
     if twin is None:
-        raise InvalidOptionError(
-            f"another program has replaced the forward of this {type(module).__name__}",
-            where=f"forward of a {type(module).__name__}",
-            remedy="let it restore the forward first",
-        )
+        met = f"another program has replaced the forward of this {type(module).__name__}"
+        remedy = "let it restore the forward first"
+        raise InvalidOptionError(met, where=f"forward of a {type(module).__name__}", remedy=remedy)
     if twin.replaced is None:
         del vars(module)["forward"]
     else:
@@ -281,11 +275,8 @@ def _full_precision_of(twin: _Twin, name: str) -> Tensor:
     if not is_low_precision(parameter.dtype):
         return parameter
     if not isinstance(parameter, nn.Parameter) and _is_distributed():
-        raise UnsupportedTensorError(
-            "another tensor stands for the parameter in the forward pass, as in FSDP1",
-            where=name,
-            remedy="shard the model with fully_shard (FSDP2)",
-        )
+        met = "another tensor stands for the parameter in the forward pass, as in FSDP1"
+        raise UnsupportedTensorError(met, where=name, remedy="shard the model with fully_shard (FSDP2)")
     if sharding_of(parameter) is None:
         return FULL_PRECISION(parameter)
     return distributed_like(parameter, FULL_PRECISION(cast(Any, parameter).to_local()))
@@ -340,11 +331,9 @@ def _sharded(storage: int) -> TensorWeakRef | None:
             if sharding_of(before) is None:
                 raise _replaced(name)
             if sharding_of(now) is not None:
-                raise UnsupportedTensorError(
-                    "a parameter that both FSDP2 and tensor parallelism have sharded",
-                    where=name,
-                    remedy="choose modules whose parameters only one of the two shards",
-                )
+                met = "a parameter that both FSDP2 and tensor parallelism have sharded"
+                remedy = "choose modules whose parameters only one of the two shards"
+                raise UnsupportedTensorError(met, where=name, remedy=remedy)
             return chosen[name]
     return None
 

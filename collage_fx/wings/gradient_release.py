@@ -154,11 +154,9 @@ def reduced_late(parameters: Iterable[Tensor]) -> bool:
     if wrapper is None:
         return False
     if not isinstance(wrapper, DistributedDataParallel):
-        raise GradientReleaseError(
-            "FullyShardedDataParallel (FSDP1) calls hooks before it has reduced a gradient",
-            where=type(wrapper.module).__name__,
-            remedy="shard the model with fully_shard (FSDP2)",
-        )
+        met = "FullyShardedDataParallel (FSDP1) calls hooks before it has reduced a gradient"
+        remedy = "shard the model with fully_shard (FSDP2)"
+        raise GradientReleaseError(met, where=type(wrapper.module).__name__, remedy=remedy)
     log.info("DistributedDataParallel keeps all gradients to the end of the backward pass: steps come then")
     return True
 
@@ -167,11 +165,8 @@ def sole_optimizer(optimizer: Any, options: ReleaseOptions, *, where: str) -> Op
     """Return the optimizer that steps are passed on to; raise for several, or values that are not allowed."""
     inner = list(inner_optimizers(optimizer))
     if len(inner) != 1:
-        raise InvalidOptionError(
-            f"this {type(optimizer).__name__} holds {len(inner)} optimizers",
-            where=where,
-            remedy="call it for each of them",
-        )
+        met = f"this {type(optimizer).__name__} holds {len(inner)} optimizers"
+        raise InvalidOptionError(met, where=where, remedy="call it for each of them")
     accumulate = options.accumulate
     if not (callable(accumulate) or (type(accumulate) is int and accumulate > 0)):
         raise InvalidOptionError(

@@ -130,11 +130,8 @@ class WeightChanges(Sequence[WeightPatch]):
             InvalidOptionError: another encoding.
         """
         if encoding not in get_args(Encoding):
-            raise InvalidOptionError(
-                f"encoding={encoding!r} is not allowed",
-                where="encoding",
-                remedy=f"use one of {', '.join(map(repr, get_args(Encoding)))}",
-            )
+            remedy = f"use one of {', '.join(map(repr, get_args(Encoding)))}"
+            raise InvalidOptionError(f"encoding={encoding!r} is not allowed", where="encoding", remedy=remedy)
         is_sparse = bool(self.sparse) or not self
         tensors: dict[str, Tensor] = {}
         for patch in self:
