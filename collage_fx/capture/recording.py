@@ -26,7 +26,7 @@ from collage_fx.capture.recorder import Numbers, Recorder, is_recording
 from collage_fx.capture.refusals import forget_new_state, refuse_optimizer, remember_state
 from collage_fx.clock import clock, is_taken
 from collage_fx.numerics import is_low_precision
-from collage_fx.state import known_tensors, optimizers_among, stop_packing
+from collage_fx.state import known_tensors, optimizers_among
 from collage_fx.torch_compat import has_foreign_step, pytree, records, reroute_step, sharding_of, storage_of
 
 log = logging.getLogger("collage_fx")
@@ -378,7 +378,7 @@ class _Recording:
                     if inner not in optimizers:
                         self._others.add(inner)
             if state.records_version() != self._version:
-                stop_packing(optimizer)  # state that captured steps have packed, or a checkpoint holds packed
+                state.unpack_state(optimizer, for_good=True)  # packed by captured steps, or in a checkpoint
             remember_state(optimizer, object())
             state.settle_replaced(optimizer)
             self._without_state += [

@@ -40,7 +40,6 @@ from collage_fx.state.optimizers import (
     other_state_bytes,
     parameter_names,
     state_tensors,
-    stop_packing,
     unpack_state,
 )
 from collage_fx.state.packed import is_packed, unpack

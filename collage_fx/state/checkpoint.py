@@ -119,15 +119,7 @@ from collage_fx.state.error_terms import (
     record_of,
     reset_error_terms,
 )
-from collage_fx.state.fingerprints import (
-    BYTES,
-    ROWS,
-    chunk_on,
-    differences,
-    fingerprint,
-    number_in,
-    table_of,
-)
+from collage_fx.state.fingerprints import BYTES, ROWS, chunk_on, differences, fingerprint, number_in, table_of
 from collage_fx.state.optimizers import (
     KnownTensor,
     known_tensors,

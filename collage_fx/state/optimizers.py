@@ -196,17 +196,12 @@ def held_per_parameter(optimizer: Optimizer) -> float:
     return (bytes_held(held) - bytes_held(packed) + unpacked) / max(1, sum(p.numel() for p in parameters))
 
 
-def stop_packing(optimizer: Optimizer) -> None:
-    """Unpack an optimizer's packed tensors for good, and drop the packed values."""
-    for known in known_tensors({"self": optimizer}).values():
-        if packed_format(known.tensor) is not None:
-            reset_error_terms(known.tensor)
-
-
-def unpack_state(optimizer: Optimizer) -> None:
-    """Unpack an optimizer's packed tensors, for code that has to see ordinary tensors."""
+def unpack_state(optimizer: Optimizer, *, for_good: bool = False) -> None:
+    """Unpack an optimizer's packed tensors, for code that has to see ordinary tensors, or for good."""
     for known in known_tensors({"self": optimizer}).values():
         unpack(known.tensor)
+        if for_good and packed_format(known.tensor) is not None:
+            reset_error_terms(known.tensor)
 
 
 def clone_of(optimizer: Optimizer, replaced: Mapping[int, Any] | None = None) -> Optimizer:
