@@ -85,7 +85,8 @@ class _Records:
 
 
 _RECORDS = _Records()
-_EVENTS = itertools.count()
+#: Function that returns a larger number at each call: which of two events was the later.
+next_event = itertools.count().__next__
 
 #: Format of error terms that ``assign`` makes for a parameter.
 _DEFAULT = ERROR_FORMATS["exact"]
@@ -97,11 +98,6 @@ PART = 1 << 20
 def records_version() -> object:
     """Return an object that stays the same as long as all records do, but for records of passing tensors."""
     return _RECORDS.version
-
-
-def next_event() -> int:
-    """Return a larger number at each call: which of two events was the later."""
-    return next(_EVENTS)
 
 
 def settle_before_reading(settle: Callable[[Tensor], None]) -> None:
