@@ -23,7 +23,7 @@ class RefineNumbers(Pass):
     after = ("widen",)
 
     def applies_to(self, program: StepProgram) -> bool:
-        return program.arithmetic == "wide" and program.changes == "summed"
+        return program.sums
 
     def run(self, program: StepProgram) -> str:
         editor, count = GraphEditor(program.gm, self.name), 0

@@ -58,7 +58,7 @@ class SumChanges(Pass):
     after = ("widen",)
 
     def applies_to(self, program: StepProgram) -> bool:
-        return program.arithmetic == "wide" and program.changes == "summed"
+        return program.sums
 
     def run(self, program: StepProgram) -> str:
         editor = GraphEditor(program.gm, self.name)

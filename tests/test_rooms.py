@@ -689,12 +689,12 @@ FEATURES = {
     r"in_backward|gradient_release|GradientRelease": (9,),
     r"wings.conversion|\bConversion\b": (2,),
     r"full_precision": (2,),
-    r"track_changes|changed_weights|[Cc]hanges\b|bitmap": (31, 16, 14, 12),
+    r"track_changes|changed_weights|[Cc]hanges\b|bitmap": (31, 16, 14, 8),
     r"[Mm]etric|measured": (22, 20, 14),
     r"[Dd]ither|phase": (27, 24, 23, 20),
     r"[Rr]ecord(ed|ing|er)\b": (23, 21, 20),
     r"\bmember": (17, 16, 13),
-    r"[Pp]acked|pack_state": (31, 30, 29, 28, 26),
+    r"[Pp]acked|pack_state": (31, 30, 29, 28, 26, 24),
     r"DTensor": (6, 5),
 }
 

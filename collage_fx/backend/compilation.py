@@ -434,8 +434,7 @@ class Compilation:
         if not wrong:
             return ""
         decay, applied = min(wrong)
-        is_summed = (program.arithmetic, program.changes) == ("wide", "summed")
-        is_applied = is_summed and program.strategy != "none"
+        is_applied = program.sums and program.strategy != "none"
         # A float32 sum is rounded to nearest: what is below half a unit in the last place is lost.
         lost = (entry for entry in parameters if decay < 2**-24 and not entry.keeps_small_updates)
         kinds = (f"{str(each.value.dtype)[6:]} parameters, such as {each.info.name}" for each in lost)

@@ -378,7 +378,7 @@ class _Recording:
                     if inner not in optimizers:
                         self._others.add(inner)
             if state.records_version() != self._version:
-                state.unpack_state(optimizer, for_good=True)  # packed by captured steps, or in a checkpoint
+                state.unpack_all(optimizer, for_good=True)  # packed by captured steps, or in a checkpoint
             remember_state(optimizer, object())
             state.settle_replaced(optimizer)
             self._without_state += [

@@ -48,7 +48,7 @@ class Rows:
     present: dict[int, bool] = field(default_factory=dict)
     #: ``id`` of a parameter that had a gradient in any compilation -> dtype of the gradient.
     known: dict[int, torch.dtype] = field(default_factory=dict)
-    changes: int = 0  # number of compilations whose set of gradients differed from the one before
+    turns: int = 0  # number of compilations whose set of gradients differed from the one before
     are_understood: bool = True  # whether the step consists of rows, as far as has been tried
     depend_on_sizes: bool = False  # whether code for a row does not hold for rows of other sizes
     standing_in: list[Tensor] = field(default_factory=list)  # parameters that have a placeholder gradient now
@@ -60,7 +60,7 @@ class Rows:
     @property
     def come_and_go(self) -> bool:
         """Whether the step is compiled for all members."""
-        return self.are_understood and self.changes > 0
+        return self.are_understood and self.turns > 0
 
 
 def note_gradients(optimizer: Optimizer, *, with_stand_ins: bool) -> None:
@@ -70,14 +70,14 @@ def note_gradients(optimizer: Optimizer, *, with_stand_ins: bool) -> None:
     """
     rows = Rows.of(optimizer)
     present = {id(p): p.grad is not None for _, p in parameter_names(optimizer)}
-    rows.changes += any(rows.present.get(p, is_there) != is_there for p, is_there in present.items())
+    rows.turns += any(rows.present.get(p, is_there) != is_there for p, is_there in present.items())
     rows.present = present
     rows.known |= {id(p): p.grad.dtype for _, p in parameter_names(optimizer) if p.grad is not None}
     if not (with_stand_ins and rows.come_and_go):
         return
     for _, p in parameter_names(optimizer):
         is_known = id(p) in rows.known or has_state(optimizer, p)
-        if p.grad is None and (is_known or (p.requires_grad and rows.changes > 1)):
+        if p.grad is None and (is_known or (p.requires_grad and rows.turns > 1)):
             p.grad = stand_in_for(p, rows.known.get(id(p)))
             rows.standing_in.append(p)
     if torch_compat.original_class(type(optimizer)) is torch.optim.SGD:

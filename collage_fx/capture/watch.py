@@ -166,7 +166,7 @@ def _at_trace(optimizer: Optimizer) -> Iterable[torch_compat.Place] | None:
     if request is None:
         return None
     refusals.remember_state(optimizer, torch_compat.current_trace())
-    state.unpack_state(optimizer)
+    state.unpack_all(optimizer)
     _record_if_classes_matter(optimizer, request)
     _is_refused(optimizer, *ADOPTING, strict=request.strict)
     _is_refused(optimizer, strict=request.strict)
@@ -406,8 +406,8 @@ def _too_many(subject: Optimizer | CodeType, code: CodeType) -> errors.CollageEr
     return errors.RecompileLimitError(
         f"this function {of}has been compiled {_done(subject, code)} times; this call would compile it again",
         where=f"{named.co_name} ({named.co_filename}:{named.co_firstlineno})",
-        remedy="find out what changes with TORCH_LOGS=recompiles. Pass a number that "
-        "changes as a tensor, torch.tensor(...). If the compilations are worth their time, raise "
+        remedy="find out what differs with TORCH_LOGS=recompiles. Pass a number that "
+        "varies as a tensor, torch.tensor(...). If the compilations are worth their time, raise "
         f"torch._dynamo.config.recompile_limit{in_a_trainer}",
     )
 
@@ -425,7 +425,7 @@ def expect_some_gradients(optimizer: Optimizer, backend: Any) -> bool:
     request = Request.of(backend, {})
     is_cut = any(torch_compat.sharding_of(p) is not None for _, p in state.parameter_names(optimizer))
     if request is not None and torch_compat.is_traced_without_wrapper(optimizer):
-        rows.Rows.of(optimizer).changes = 2  # all are members from the start
+        rows.Rows.of(optimizer).turns = 2  # all are members from the start
         return is_cut
     if request is not None and not is_cut and not is_recorded(optimizer):
         recording.record(optimizer, request, "it is stepped for some parameters at a time")

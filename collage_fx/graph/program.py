@@ -304,6 +304,11 @@ class StepProgram:
         return [self.infos[copies[0]] for copies in self.repetition.copies]
 
     @property
+    def sums(self) -> bool:
+        """Whether the changes of a state are summed before they are added to it."""
+        return self.arithmetic == "wide" and self.changes == "summed"
+
+    @property
     def keeps_new_tensors(self) -> bool:
         """Whether tensors that the step creates and returns may get error terms."""
         return self.strategy != "none" and not self.is_recorded

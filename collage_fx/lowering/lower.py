@@ -228,7 +228,7 @@ def _refuse_frozen_numbers(program: StepProgram) -> None:
     is_launched = any(graph.device_facts(value.device).is_launched for _, value in inputs)
     if numbers and FREEZES_NUMBERS and is_launched:
         raise InvalidOptionError(
-            "mode='reduce-overhead', where a number in the host's memory changes from step to step, such as "
+            "mode='reduce-overhead', where a number in the host's memory varies from step to step, such as "
             "a learning rate under a scheduler: the CUDA graph would go on with that of its first step",
             where=str(numbers[0].name),
             remedy="leave mode out, or keep it on the device: lr=torch.tensor(1e-3, device='cuda')",

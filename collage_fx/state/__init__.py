@@ -40,7 +40,7 @@ from collage_fx.state.optimizers import (
     other_state_bytes,
     parameter_names,
     state_tensors,
-    unpack_state,
+    unpack_all,
 )
 from collage_fx.state.packed import is_packed, unpack
 from collage_fx.state.replaced_state import (

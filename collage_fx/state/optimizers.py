@@ -196,7 +196,7 @@ def held_per_parameter(optimizer: Optimizer) -> float:
     return (bytes_held(held) - bytes_held(packed) + unpacked) / max(1, sum(p.numel() for p in parameters))
 
 
-def unpack_state(optimizer: Optimizer, *, for_good: bool = False) -> None:
+def unpack_all(optimizer: Optimizer, *, for_good: bool = False) -> None:
     """Unpack an optimizer's packed tensors, for code that has to see ordinary tensors, or for good."""
     for known in known_tensors({"self": optimizer}).values():
         unpack(known.tensor)
