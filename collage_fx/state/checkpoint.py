@@ -317,13 +317,9 @@ def _is_torchs_layout(state_dict: Mapping[str, Any]) -> bool:
 def _numbered(optimizer: Optimizer) -> StateDict:
     """Return an optimizer's state with numbers in the place of parameters, as torch's state dict has them."""
     numbers = {id(parameter): i for i, (_, parameter) in enumerate(parameter_names(optimizer))}
-    return {
-        "state": {numbers.get(id(key), key): value for key, value in optimizer.state.items()},
-        "param_groups": [
-            {**group, "params": [numbers[id(parameter)] for parameter in group["params"]]}
-            for group in optimizer.param_groups
-        ],
-    }
+    state = {numbers.get(id(key), key): value for key, value in optimizer.state.items()}
+    groups = [{**each, "params": [numbers[id(p)] for p in each["params"]]} for each in optimizer.param_groups]
+    return {"state": state, "param_groups": groups}
 
 
 def _after_save(optimizer: Optimizer, saved: StateDict) -> StateDict:
