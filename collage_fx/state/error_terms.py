@@ -275,21 +275,19 @@ class ErrorTermRecord:
 
     def encode(self, value: Tensor, *, keep_same: bool = False) -> None:
         """Encode a value in the buffers; with ``keep_same``, keep elements that round to it."""
-        rows = max(1, PART * len(value) // value.numel()) if self.format.by_rows else len(value)
+        whole = value, *self.auxiliaries
         with real_tensors(), torch.no_grad():
-            for first in range(0, len(value), rows):
-                part = slice(first, first + rows)
-                codes = self.auxiliaries[0][part]  # whose layout tells the elements of a block
-                wide = torch.empty_like(codes, dtype=torch.float32).copy_(value[part])
+            for part, *buffers in _rows_of(*whole) if self.format.by_rows else [whole]:
+                codes = buffers[0]  # whose layout tells the elements of a block
+                wide = torch.empty_like(codes, dtype=torch.float32).copy_(part)
                 if keep_same:
-                    rows_of = [each[part] if each.dim() else each for each in self.auxiliaries]
-                    held = self.format.join(value[part], *rows_of)
-                    is_same = bits_of(held.to(value.dtype)) == bits_of(value[part])
+                    held = self.format.join(part, *buffers)
+                    is_same = bits_of(held.to(value.dtype)) == bits_of(part)
                     wide = torch.where(is_same, held, wide)
                 encoded = self.format.split(wide, self.dtype)[1:]
-                for mine, new in zip(self.auxiliaries, encoded, strict=True):
+                for mine, new in zip(buffers, encoded, strict=True):
                     if mine.dim():  # a 0-d auxiliary counts steps
-                        mine[part] = new
+                        mine.copy_(new)
 
     def decode(self, hi: Tensor) -> Tensor:
         """Return the value that the buffers hold."""
