@@ -12,9 +12,8 @@ pass waits, on the device, for the last copies.
 
 On a GPU twins and gradients are in pinned memory, which is copied without work for the host.
 
-Only the twin has error terms. ``full_value``, ``assign`` and ``error_terms`` of a parameter use those of its
-twin. If the program has written to a parameter, as ``load_state_dict`` does, the twin is made equal before
-its next step, and the usual check of writes between two steps finds the change.
+Only the twin has error terms, which ``full_value``, ``assign`` and ``error_terms`` of the parameter use. What
+the program writes to the parameter reaches the twin by ``state/host_twins.py``.
 """
 
 from __future__ import annotations

@@ -12,9 +12,8 @@ Note [What a reader has]
 ------------------------
 For each reader of a tensor there is a copy, in host memory, of the values that it has: 2 bytes an element of
 a bfloat16 tensor, none on the device. What has another bit than the copy has changed, whoever has written it
-and in whatever way, so that no weight is ever wrong: a step, compiled or not, ``load_state_dict``,
-``p.data``, another process. Of a tensor on a device, the copy is sent there in parts, and compared there. The
-copy gets the new values when the reader is known to have them.
+and in whatever way: a step, ``load_state_dict``, ``p.data``, another process. Of a tensor on a device, the
+copy is sent there in parts, and compared there. It gets the new values when the reader is known to have them.
 """
 
 from __future__ import annotations
