@@ -29,7 +29,7 @@ from collage_fx.codegen import PEEKED, Peek, is_library_loaded
 from collage_fx.errors import warn
 from collage_fx.state.claims import some
 from collage_fx.state.error_terms import ErrorTermRecord, next_event, record_of, same_elements
-from collage_fx.state.packed import PackedTensor
+from collage_fx.state.packed import PackedTensor, is_packed
 from collage_fx.torch_compat import is_in_host_memory, local_tensor, version_of
 
 #: Number of steps in which all state tensors are checked, a part each time.
@@ -92,7 +92,7 @@ class WriteDetector:
 
     def _leave_out_packed(self) -> None:
         """Leave out weights that are packed by now: a write unpacks them, and the next step compares."""
-        if not any(issubclass(kind, PackedTensor) for kind in {*map(type, self.tensors)}):
+        if {*map(type, self.tensors)} <= _PLAIN or not any(map(is_packed, self.tensors)):
             return
         kept = [i for i, each in enumerate(self.tensors) if not isinstance(each, PackedTensor)]
         self.names, self.tensors = [self.names[i] for i in kept], [self.tensors[i] for i in kept]
@@ -232,6 +232,9 @@ class WriteDetector:
             )
 
 
+#: Classes of most tensors, which are asked for in each step.
+_PLAIN = {Tensor, Parameter}
+
 #: Version of a packed tensor, whose version counter is not read, as that would decode it.
 _PACKED = -1
 
@@ -243,7 +246,7 @@ def _part(i: int) -> slice:
 
 def _versions_of(tensors: Sequence[Tensor]) -> list[int]:
     """Return the version counters of tensors, ``_PACKED`` for packed tensors."""
-    if {*map(type, tensors)} <= {Tensor, Parameter}:  # asked in each step
+    if {*map(type, tensors)} <= _PLAIN:
         return [*map(version_of, tensors)]
     return [_PACKED if isinstance(each, PackedTensor) else version_of(each) for each in tensors]
 
