@@ -141,9 +141,8 @@ class _Chain:
             self._x = node
             return []
         if graph.is_conversion(node) and graph.unconverted(node).meta["val"].dtype is torch.float32:
-            return self.steps(
-                graph.unconverted(node)
-            )  # to the same dtype: left by torch's pass over conversions
+            # A conversion to the same dtype, which torch's pass over conversions has left.
+            return self.steps(graph.unconverted(node))
         if node.kwargs:
             return None
         for earlier, step in self._last_steps(node):

@@ -14,6 +14,7 @@ from torch._inductor.runtime.cache_dir_utils import cache_dir
 
 from collage_fx.codegen import REVISION
 from tests.support import substitutes
+from tests.support.processes import Processes
 from tests.support.slow import IN_TURN, TODAYS_THIRD, Clock, Times, left_out
 
 
@@ -143,6 +144,13 @@ def _short_collections() -> None:
     """Exempt what torch and earlier files keep from garbage collection, which took a fifth of all time."""
     gc.collect()
     gc.freeze()
+
+
+@pytest.fixture(scope="module")
+def two_processes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Processes]:
+    processes = Processes(2, tmp_path_factory.mktemp("store"))
+    yield processes
+    processes.stop()
 
 
 @pytest.fixture

@@ -214,13 +214,6 @@ def test_a_copy_of_a_converted_job_and_its_state_dict_have_all_bits() -> None:
     assert _equal(other.values(), values)
 
 
-@pytest.fixture(scope="module")
-def two_processes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Processes]:
-    processes = Processes(2, tmp_path_factory.mktemp("processes"))
-    yield processes
-    processes.stop()
-
-
 def shards_there_and_back() -> tuple[bool, bool, list[torch.dtype], float, str]:
     """Convert a job of FSDP2, whose shards are uneven, after steps; return what the test below expects."""
     mesh = init_device_mesh("cpu", (2,))

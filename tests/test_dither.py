@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from fractions import Fraction
 from typing import Any
 
@@ -392,13 +392,6 @@ def test_other_strategies_take_over() -> None:
 
 
 # In pieces. -----------------------------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def two_processes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Processes]:
-    processes = Processes(2, tmp_path_factory.mktemp("store"))
-    yield processes
-    processes.stop()
 
 
 def trained(kind: str, placement: Placement | None) -> tuple[dict[str, Tensor], list[int]]:

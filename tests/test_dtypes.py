@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import io
 import random
-from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -288,14 +287,6 @@ def test_a_checkpoint_keeps_the_dtype_and_the_bits_of_state(seed: int, loads_fir
 
 
 # Sharded. ---------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def two_processes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Processes]:
-    directory: Path = tmp_path_factory.mktemp("store")
-    processes = Processes(2, directory)
-    yield processes
-    processes.stop()
 
 
 def errors_of_shards(fused: bool) -> list[float]:

@@ -557,13 +557,6 @@ def test_options_that_cannot_be_right() -> None:
 # Several processes. -----------------------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module")
-def two_processes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Processes]:
-    processes = Processes(2, tmp_path_factory.mktemp("store"))
-    yield processes
-    processes.stop()
-
-
 def trained(way: str, **options: Any) -> tuple[list[float], list[Tensor], int]:
     """Losses of some steps on the same batches, the whole values that they leave, and bytes of state."""
     torch._dynamo.reset()

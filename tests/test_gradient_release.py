@@ -591,13 +591,6 @@ def test_a_copy_of_the_optimizer_steps_after_the_backward_pass() -> None:
 # -- Several processes
 
 
-@pytest.fixture(scope="module")
-def two_processes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Processes]:
-    processes = Processes(2, tmp_path_factory.mktemp("store"))
-    yield processes
-    processes.stop()
-
-
 def sharded(released: bool, max_norm: float | None = None) -> tuple[Left, int]:
     of = model()
     for layer in of:

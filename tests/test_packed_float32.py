@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -479,13 +479,6 @@ def test_zeros_keep_their_count_in_a_checkpoint() -> None:
 
 
 # In processes. ----------------------------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def two_processes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Processes]:
-    processes = Processes(2, tmp_path_factory.mktemp("store"))
-    yield processes
-    processes.stop()
 
 
 def model() -> nn.Sequential:

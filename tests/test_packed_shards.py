@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,14 +20,13 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
-from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.utils.checkpoint import checkpoint as recomputed
 
 import collage_fx
 from collage_fx import backend_of, full_state_dict, full_value, install, step_in_backward
 from collage_fx.state.packed import is_packed
-from collage_fx.torch_compat import local_tensor, without_torch_function
+from collage_fx.torch_compat import local_tensor, whole_tensor, without_torch_function
 from tests.support.memory import peak
 from tests.support.processes import Processes
 
@@ -38,13 +36,6 @@ PLAIN, FEW = {"strategy": "none"}, {"bytes_per_parameter": 4.1}
 
 #: Two of three weights: the rows of the other are not made of blocks. The first has an odd number of rows.
 PACKED = ["0.weight", "4.weight"]
-
-
-@pytest.fixture(scope="module")
-def two_processes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Processes]:
-    processes = Processes(2, tmp_path_factory.mktemp("store"))
-    yield processes
-    processes.stop()
 
 
 def network(way: str = "") -> nn.Sequential:
@@ -81,12 +72,8 @@ def loss_of(model: nn.Module, seed: int, way: str) -> Tensor:
     return x.float().square().mean()
 
 
-def whole(tensor: Tensor) -> Tensor:
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-
-
 def values_of(model: nn.Module) -> dict[str, Tensor]:
-    return {name: whole(full_value(p)).detach() for name, p in model.named_parameters()}
+    return {name: whole_tensor(full_value(p)).detach() for name, p in model.named_parameters()}
 
 
 def step(model: nn.Module, optimizer: torch.optim.Optimizer, seed: int, way: str) -> float:
@@ -98,7 +85,7 @@ def step(model: nn.Module, optimizer: torch.optim.Optimizer, seed: int, way: str
     if "loaded" in way:
         model.load_state_dict(model.state_dict())
     if "read" in way:  # values and copies of them
-        sizes = [float(whole(p.detach()).float().norm()) for p in model.parameters()]
+        sizes = [float(whole_tensor(p.detach()).float().norm()) for p in model.parameters()]
         assert sizes == [float(p.to(torch.bfloat16).float().norm()) for p in values_of(model).values()]
     if "written" in way:
         with torch.no_grad():
@@ -179,7 +166,7 @@ def memory(**options: Any) -> tuple[float, float, float]:
     elements = 3 * 512 * 512 / 2
     size = sum({each.data_ptr(): each.nbytes() for each in storages}.values())
     reported = backend_of(optimizer).report().bytes_per_parameter()["total"]
-    # What threads of gloo free, the profiler does not see.
+    # The profiler does not see what threads of gloo free.
     return size / elements, reported, min(peak(take_a_pass) for _ in range(5)) / elements
 
 
@@ -239,9 +226,9 @@ def exported() -> dict[str, Tensor]:
     for seed in range(2):
         step(model, optimizer, seed, "")
     values = values_of(model)
-    compare({name: whole(value) for name, value in full_state_dict(model).items()}, values)
+    compare({name: whole_tensor(value) for name, value in full_state_dict(model).items()}, values)
     rounded = {name: value.bfloat16() for name, value in values.items()}
-    compare({name: whole(value) for name, value in model.state_dict().items()}, rounded)
+    compare({name: whole_tensor(value) for name, value in model.state_dict().items()}, rounded)
     full: dict[str, Any] = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))
     return full
 

@@ -6,7 +6,7 @@ import copy
 import itertools
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -628,13 +628,6 @@ def test_explain_says_what_would_be_packed() -> None:
 
 
 # In pieces. -----------------------------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def two_processes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Processes]:
-    processes = Processes(2, tmp_path_factory.mktemp("store"))
-    yield processes
-    processes.stop()
 
 
 #: Rows that two processes have in equal and in unequal shares.

@@ -29,7 +29,6 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 import collage_fx
 from collage_fx import assign, backend_of, full_value, install, offload, step_in_backward
 from collage_fx.errors import CollageError
-from tests.support.processes import Processes
 from tests.support.training import Descent
 
 SHAPES = ((64, 64), (33,), (8, 3, 3, 3), (1,), (64, 64), (128, 16))
@@ -440,13 +439,6 @@ def page() -> str:
 
 def test_the_page_lists_the_pairs() -> None:
     assert PAGE.read_text(encoding="utf-8") == page(), "python -m tests.test_pairs writes it"
-
-
-@pytest.fixture(scope="module")
-def two_processes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Processes]:
-    processes = Processes(2, tmp_path_factory.mktemp("store"))
-    yield processes
-    processes.stop()
 
 
 def drawn_today() -> Iterator[Any]:

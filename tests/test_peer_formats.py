@@ -43,13 +43,6 @@ each_state = pytest.mark.parametrize("state", ["fp8_lm", "coat"])
 SHAPES = ((32, 256), (32, 256), (16, 4, 128), (5,))
 
 
-@pytest.fixture(scope="module")
-def two_processes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Processes]:
-    processes = Processes(2, tmp_path_factory.mktemp("store"))
-    yield processes
-    processes.stop()
-
-
 @pytest.fixture
 def operation_by_operation() -> Iterator[None]:
     """Steps that torch runs: Inductor writes no vectors for these formats, and takes its time."""

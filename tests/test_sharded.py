@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -35,13 +35,6 @@ from tests.support.training import parameters, set_gradients
 
 #: Two of a shape, so that there are families; some that two processes cannot share evenly; one of one row.
 SHAPES = ((6, 4), (6, 4), (5, 4), (5, 4), (5,), (1, 4))
-
-
-@pytest.fixture(scope="module")
-def two_processes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Processes]:
-    processes = Processes(2, tmp_path_factory.mktemp("store"))
-    yield processes
-    processes.stop()
 
 
 def adamw(params: Any) -> torch.optim.Optimizer:

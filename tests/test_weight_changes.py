@@ -6,7 +6,7 @@ import importlib.util
 import itertools
 import random
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -648,13 +648,6 @@ def test_damaged_patches_write_nothing(indices: Any, values: int) -> None:
 
 
 # DTensors ---------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def two_processes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Processes]:
-    processes = Processes(2, tmp_path_factory.mktemp("store"))
-    yield processes
-    processes.stop()
 
 
 def sharded(placement: Any) -> list[int]:

@@ -53,7 +53,7 @@ class Retyper:
         elif nodes.is_conversion(node):
             self._visit_conversion(node)
         elif node.target is operator.getitem:
-            # One result of several: float32 if a transparent operator made it, otherwise unchanged.
+            # Result of several: float32 if a transparent operator made it, otherwise unchanged.
             (results,), index = node.all_input_nodes, node.args[1]
             if results.meta["val"][index].dtype != node.meta["val"].dtype:
                 self._float32[node] = self.editor.call(operator.getitem, results, index)

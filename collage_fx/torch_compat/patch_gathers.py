@@ -39,8 +39,8 @@ def gather_from(parameter: torch.Tensor, whole: Callable[[torch.Tensor], torch.T
 
 
 def _gathered(whole: Callable[[torch.Tensor], torch.Tensor], original: Any, parameters: Any) -> Any:
-    changed = [each for each in parameters if hasattr(each.sharded_param, _GATHERED)]
-    changed = [each for each in changed if each.sharded_state.name == "SHARDED"]
+    marked = (each for each in parameters if hasattr(each.sharded_param, _GATHERED))
+    changed = [each for each in marked if each.sharded_state.name == "SHARDED"]
     for each in changed:
         _hold(each, local_tensor(whole(each.sharded_param)))
     inputs = original(parameters)

@@ -67,7 +67,6 @@ AVERAGES = Patch(
 #: Attribute of a replaced step: the original step.
 _MARK = "__collage_fx__"
 
-
 #: Functions that replace torch's unflattening of optimizer state dicts, and ``Module.load_state_dict``.
 wrap_flat_states, wrap_loading_of_modules = FLAT_STATES.install, LOADING_OF_MODULES.install
 

@@ -131,13 +131,15 @@ def _section(
     newest = own[-1]
     yield f"<h2>{escape(subject)}</h2><p>{escape(summary_line(rows, other_state))}</p>"
     yield _treatment_table(groups)
-    yield _legend(row.error_format for row in rows)
+    formats = [row.error_format for row in rows]
     if newest.budgets:
         compensates = any(row.compensated for row in rows)
         table = budget_table(newest.budgets, "html", compensates=compensates)
         yield f"<h3>Budgets</h3><p class='names'>{BUDGET_CAPTION}</p>{table}"
     else:
         yield f"<h3>Bytes per parameter</h3>{_memory_table(own, rows, other_state)}"
+        formats += ERROR_FORMATS
+    yield _legend(formats)
     yield from _metrics(metrics, subject)
     yield f"<h3>Passes</h3>{_passes(newest)}"
     stages = {id(graph): [Stage("captured", "", graph.before.graph), *graph.stages()] for graph in own}
@@ -212,7 +214,7 @@ def _memory_table(graphs: Sequence[GraphReport], rows: Sequence[TensorReport], o
         newest = {row.name: row for of_graph in of_choice for row in of_graph}
         total = bytes_per_parameter(list(newest.values()), other_state)["total"]
         lines.append((label, f"{total:.4g}"))
-    return f"{html_table(lines, ('strategy', 'bytes'), 1)}{_legend(ERROR_FORMATS)}"
+    return html_table(lines, ("strategy", "bytes"), 1)
 
 
 def _legend(names: Iterable[str]) -> str:
