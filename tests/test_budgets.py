@@ -15,7 +15,9 @@ import torch
 from torch.nn import Parameter
 
 from collage_fx import CollageBackend, explain, full_value, install
+from collage_fx.errors import InvalidOptionError
 from collage_fx.options.budgets import BUDGETS, TOLERANCE, Budget, frontier
+from collage_fx.state import bytes_held, known_tensors
 from collage_fx.state.error_terms import record_of
 from tests.support.memory import left, peak
 from tests.support.rules import PULLS, WEIGHTS
@@ -257,6 +259,51 @@ def test_it_is_said_what_is_not_packed() -> None:
         ValueError, match=r"give it 7\.01 \(exp_avg is not packed: it has fewer than 4096 elements\)"
     ):
         explain(adamw(parameters(shapes=[(32, 32)])), bytes_per_parameter=5.1)
+
+
+class SlowWeights(torch.optim.Optimizer):
+    """Weights that follow those of an inner optimizer, in every second step, and draw them to themselves."""
+
+    def __init__(self, inner: torch.optim.Optimizer) -> None:
+        super().__init__(inner.param_groups, {})
+        self.inner, self.count = inner, 0
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        self.inner.step()
+        self.count += 1
+        if self.count % 2 == 0:
+            self.update()
+
+    @torch.no_grad()
+    def update(self) -> None:
+        for p in self.param_groups[0]["params"]:
+            slow = self.state[p].setdefault("slow", p.clone())
+            p.lerp_(slow, 0.5)
+            slow.copy_(p)
+
+
+@pytest.mark.parametrize("budget", [5.1, 8, 12.2])
+def test_state_of_an_inner_optimizer_counts(budget: float) -> None:
+    """The inner one has chosen before there are slow weights: what it holds is not chosen again."""
+    params = parameters(shapes=SHAPES)
+    optimizer = install(SlowWeights(adamw(params)), bytes_per_parameter=budget)
+    least = {5.1: r"8\.0\d", 8: r"12\.1", 12.2: "16"}[budget]
+    with pytest.raises(InvalidOptionError, match=f"takes {least} at least, with what AdamW holds") as refused:
+        run_steps(optimizer.step, params, range(4))
+    assert "give strategy and error_format in its place" in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    "options", [{"bytes_per_parameter": 16}, {"strategy": "light", "error_format": "byte"}]
+)
+def test_an_inner_optimizer_within_a_budget(options: dict[str, Any]) -> None:
+    params = parameters(shapes=SHAPES)
+    optimizer = install(SlowWeights(adamw(params)), **options)
+    run_steps(optimizer.step, params, range(6))
+    held = bytes_held(each.tensor for each in known_tensors({"a": optimizer, "b": optimizer.inner}).values())
+    gradients = sum(p.nbytes for p in params)
+    each = (held - gradients) / sum(p.numel() for p in params)
+    assert each == pytest.approx(options.get("bytes_per_parameter", 10), rel=0.01)
 
 
 class WithWeights(torch.optim.Optimizer):

@@ -738,8 +738,13 @@ class Compilation:
         held = {record.format.name for record in records if record.format.keeps_error}
         is_beside = bool(held) and not self.optimizers  # a function beside the steps, which have chosen
         if is_beside:
-            budgets = [budget for budget in budgets if budget.error_format in held] or budgets
-        self.budgets = self._best_budget(budgets, takes_least=is_beside), *budgets
+            budgets = [budget for budget in budgets if held.issuperset(budget.formats)] or budgets
+        others = self._others_of(program)
+        budgets = self._budgets_beside(others, budgets)
+        self.budgets = (
+            self._best_budget(budgets, takes_least=is_beside, others=self.backend.label(others)),
+            *budgets,
+        )
         for optimizer in self.optimizers.values():
             known = self.backend.budgets.get(optimizer, self.budgets)
             # Most optimizers make their state in the first step, which holds less.
@@ -750,6 +755,28 @@ class Compilation:
             if record.format is not program.error_format and self.optimizers:
                 record.is_used = False  # used by a step that held less: converted now
         return program
+
+    def _others_of(self, program: graph.StepProgram) -> list[Optimizer]:
+        """Return other optimizers, an inner one say, whose steps have a budget for the same parameters."""
+        met = {id(info.tensor) for info in program.infos}
+        mine = [*self.optimizers.values()]
+        return [
+            other
+            for other in self.backend.budgets
+            if mine and other not in mine and any(id(p) in met for _, p in state.parameter_names(other))
+        ]
+
+    def _budgets_beside(self, others: Sequence[Optimizer], budgets: list[Budget]) -> list[Budget]:
+        """Return the budgets with the formats of other optimizers' steps; bytes include their state."""
+        if not others:
+            return budgets
+        used = set[str]().union(*(self.backend.budgets[other][0].formats for other in others))
+        known = state.known_tensors({str(i): other for i, other in enumerate(others)})
+        theirs = [each for key, each in known.items() if key not in self.known]
+        held = state.bytes_held(each.tensor for each in theirs if each.role is graph.Role.STATE)
+        elements = sum(each.tensor.numel() for each in known.values() if each.role is graph.Role.PARAMETER)
+        beside = [each for each in budgets if used.issuperset(each.formats)] or budgets
+        return [replace(each, bytes=each.bytes + held / elements) for each in beside]
 
     def _budgets_for_part(self, program: graph.StepProgram) -> tuple[Budget, ...]:
         """Return the budget for a part of a recorded step, as in captured steps before it, then all budgets.
@@ -766,12 +793,12 @@ class Compilation:
         as_before = [budget for budget in budgets if (budget.strategy, budget.error_format) in terms]
         return (as_before or [self._best_budget(budgets, takes_least=True)])[0], *budgets
 
-    def _best_budget(self, budgets: Sequence[Budget], *, takes_least: bool) -> Budget:
+    def _best_budget(self, budgets: Sequence[Budget], *, takes_least: bool, others: str = "") -> Budget:
         """Return the most precise budget within the limit, or the smallest that is predicted to be enough."""
         limit, least = self.options.bytes_per_parameter, budgets[0].bytes
         if not isinstance(limit, float | int):
             return report.enough(report.updates_of(self.optimizers.values()), budgets) or budgets[-1]
-        return best_budget(budgets, max(limit, least) if takes_least else limit)
+        return best_budget(budgets, max(limit, least) if takes_least else limit, others)
 
     def _refuse_other_error_terms(self, infos: Sequence[graph.InputInfo], error_format: ErrorFormat) -> None:
         """Raise for error terms that this backend cannot keep up to date."""

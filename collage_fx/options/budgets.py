@@ -48,6 +48,11 @@ class Budget:
     not_packed: str = ""  # the state with most bytes that is not packed although ``state`` is given, and why
     weights: str | None = None
 
+    @property
+    def formats(self) -> set[str]:
+        """Names of the formats of tensors that are updated."""
+        return {self.error_format, self.weights or self.error_format}
+
     def applied_to(self, program: StepProgram) -> StepProgram:
         """Return the program with these options."""
         packed = None if self.state is None else PACKED_FORMATS[self.state]
@@ -118,8 +123,10 @@ def budgets_for_parts(dtype: torch.dtype, pipeline: tuple[Pass, ...]) -> tuple[B
     return tuple(each for each in budgets_for(program, pipeline) if not (each.state or each.weights))
 
 
-def best_budget(budgets: Sequence[Budget], limit: float) -> Budget:
+def best_budget(budgets: Sequence[Budget], limit: float, others: str = "") -> Budget:
     """Return the most precise of some budgets, the smallest first, within a limit on bytes per parameter.
+
+    ``others`` names optimizers that have chosen their budget for the same parameters before.
 
     Raises:
         InvalidOptionError: no budget is that small.
@@ -129,6 +136,13 @@ def best_budget(budgets: Sequence[Budget], limit: float) -> Budget:
         least = budgets[0]
         equal = (budget.not_packed for budget in budgets if budget.bytes == least.bytes)
         why = next(filter(None, equal), "")
+        if others:
+            raise InvalidOptionError(
+                f"bytes_per_parameter={limit:g}, where this step takes {least.bytes:.3g} at least, with what "
+                f"{others} holds for the same parameters",
+                where="bytes_per_parameter",
+                remedy="give strategy and error_format in its place",
+            )
         raise InvalidOptionError(
             f"bytes_per_parameter={limit:g}, where this step takes {least.bytes:.3g} at least",
             where="bytes_per_parameter",
