@@ -26,7 +26,7 @@ from collage_fx import (
     offload,
     save_full_state_dict,
 )
-from collage_fx.errors import InvalidOptionError, UnsupportedOptimizerError
+from collage_fx.errors import GradientReleaseError, InvalidOptionError, UnsupportedOptimizerError
 from collage_fx.wings.offload import Link, Offload
 from tests.test_gradient_release import adamw, assert_same, batches, loss_of, model
 
@@ -226,6 +226,30 @@ def test_an_error_of_the_thread_is_raised() -> None:
     Offload(optimizer, connect=lambda device: Broken())
     with pytest.raises(RuntimeError, match="the link is broken"):
         take_steps(of, optimizer, batches(1))
+
+
+def test_numbers_are_those_of_the_backward_pass_when_the_thread_is_late() -> None:
+    class Late(Link):
+        def __init__(self) -> None:
+            self.goes_on = threading.Event()
+
+        def download(self, into: Tensor, tensor: Tensor) -> Callable[[], None]:
+            wait = super().download(into, tensor)
+
+            def late() -> None:
+                self.goes_on.wait()
+                wait()
+
+            return late
+
+    of, link = model(), Late()
+    optimizer = adamw(of.parameters())
+    Offload(optimizer, connect=lambda device: link)
+    loss_of(of, next(batches(1))).backward()
+    optimizer.param_groups[0]["lr"] *= 2
+    link.goes_on.set()
+    with pytest.raises(GradientReleaseError, match="the program has changed 'lr' from"):
+        optimizer.step()
 
 
 def test_options_and_what_is_refused() -> None:

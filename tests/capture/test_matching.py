@@ -17,9 +17,10 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from collage_fx import CollageBackend, full_value, install
-from collage_fx.capture.matching import MOST_PATTERNS
+from collage_fx.capture.matching import MOST_PATTERNS, Matcher
 from collage_fx.capture.recording import RECORDING, Request, record
 from collage_fx.torch_compat import storage_of
+from tests.state.test_between_steps import calls_of
 from tests.support.substitutes import steps_matched
 from tests.support.training import Descent, set_gradients
 
@@ -485,6 +486,17 @@ def test_a_tensor_in_the_memory_of_a_freed_gradient_is_no_gradient() -> None:
     again = [each for each in made if id(each) in known or storage_of(each) in known]
     assert again, "no address has been used again"
     assert {recording._kind_of(each, False)[0] for each in again} == {None}
+
+
+def test_of_gradients_a_matched_step_asks_little() -> None:
+    """To ask which facts code depends on takes a multiple of the time."""
+    optimizer = recorded(momentum)
+    with steps_matched(allowed=True) as count:
+        train(optimizer, range(STEPS - 1))
+        set_gradients(params_of(optimizer), STEPS)
+        before, asked = count[0], calls_of(optimizer.step, Matcher._kind.__code__)
+    assert count[0] > before
+    assert not asked
 
 
 def test_steps_that_branch_in_many_ways_keep_few_patterns() -> None:

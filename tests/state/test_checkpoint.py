@@ -740,6 +740,16 @@ def test_a_copy_before_the_first_step_has_the_rest_of_float32_state(way: str) ->
     assert differences(everything(optimizer), everything(other)) == []
 
 
+@pytest.mark.parametrize("way", [copy.deepcopy, lambda each: pickle.loads(pickle.dumps(each))])
+def test_a_copy_of_a_plain_optimizer_has_the_error_terms_of_its_parameters(way: Callable[[Any], Any]) -> None:
+    """Another optimizer of its class has stepped them."""
+    params = params_of(trained())
+    other = way(torch.optim.RMSprop(params))
+    assert any((full_value(p) != p).any() for p in params)
+    for p, of_copy in zip(params, params_of(other), strict=True):
+        assert torch.equal(full_value(p), full_value(of_copy))
+
+
 def test_wider_state_is_not_kept_for_an_optimizer_that_stays_plain() -> None:
     plain = torch.optim.RMSprop(wide := parameters(torch.float32), alpha=0.999)
     run_steps(plain.step, wide, range(3))
