@@ -504,6 +504,20 @@ def test_scaled_losses() -> None:
 # -- What is refused
 
 
+def test_a_number_that_is_changed_in_a_backward_pass_is_refused() -> None:
+    """Between two buckets, where the values before the step are set again for the next one."""
+    of = model()
+    optimizer = adamw(of.parameters())
+    step_in_backward(of, optimizer, bucket_bytes=0)
+
+    def change(*_: Any) -> None:
+        optimizer.param_groups[0]["lr"] *= 2
+
+    of[2].register_full_backward_hook(change)
+    with pytest.raises(GradientReleaseError, match="the program has changed 'lr' from"):
+        loss_of(of, next(batches(1))).backward()
+
+
 @pytest.mark.parametrize("is_mean", [False, True])
 def test_optimizers_that_need_all_gradients_at_once(is_mean: bool) -> None:
     class Norm(Optimizer):
