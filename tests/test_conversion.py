@@ -27,6 +27,7 @@ from collage_fx import (
     install,
     step_in_backward,
 )
+from collage_fx.torch_compat import gathers_other_dtype
 from tests.support.processes import Processes
 
 TIED = "0.weight"
@@ -351,6 +352,16 @@ def first_of_two_processes() -> Iterator[None]:
     torch.distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
     yield
     torch.distributed.destroy_process_group()
+
+
+@pytest.mark.usefixtures("first_of_two_processes")
+@pytest.mark.parametrize(("dtype", "is_other"), [(None, True), (torch.bfloat16, False)])
+def test_a_dtype_that_fsdp2_has_gathered(dtype: torch.dtype | None, is_other: bool) -> None:
+    model = nn.Linear(4, 4)
+    fully_shard(model, mesh=init_device_mesh("cpu", (2,)), mp_policy=MixedPrecisionPolicy(param_dtype=dtype))
+    assert not gathers_other_dtype(model, torch.bfloat16)
+    model(torch.ones(2, 4))
+    assert gathers_other_dtype(model, torch.bfloat16) is is_other
 
 
 @pytest.mark.usefixtures("first_of_two_processes")

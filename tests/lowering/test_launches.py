@@ -19,7 +19,7 @@ from collage_fx.errors import InvalidOptionError
 from collage_fx.graph import Reason, placeholders
 from collage_fx.lowering.lower import _whole
 from collage_fx.lowering.schedule import lower_in_parts
-from collage_fx.torch_compat import TableKernel
+from collage_fx.torch_compat import TableKernel, generated_code
 from collage_tools.gpu_code.imaginary_cuda import machine_code
 from tests.support import triton_offline as offline
 from tests.support.launched import LaunchedSteps, step_on_cuda
@@ -231,6 +231,14 @@ def test_a_kernel_is_begun_when_it_is_printed() -> None:
     with kernels_begun() as begun:
         kernel = elements_kernel.__wrapped__("light")
     assert any(each is kernel for each in begun)
+
+
+def test_the_code_that_is_shown_is_that_for_aligned_memory() -> None:
+    """It is what runs on tensors as torch makes them."""
+    with generated_code() as code:
+        kernel = elements_kernel.__wrapped__("light")
+    assert kernel.source[True] in code
+    assert kernel.source[False] not in code
 
 
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90", "sm_100"])
