@@ -1,7 +1,7 @@
 """How the time of the first steps grows with what an optimizer has: ``python -m benchmarks.growth``.
 
 AdamW's first two steps, on small tensors, in one process: with six tensors in one group, with a hundred
-shapes, sixty groups that differ in the learning rate, twenty optimizers, and two thousand tensors. Inductor's
+shapes, sixty groups that differ in the learning rate, twenty optimizers, and thousands of tensors. Inductor's
 cache is warm. It is time on the cores, whatever else the machine does: the least of some rounds, which take
 turns.
 """
@@ -37,6 +37,7 @@ CASES: dict[str, Callable[[], Sequence[torch.optim.Optimizer]]] = {
     "60 groups": lambda: [adamw(*(group(LAYER, 1e-3 * (1 + i)) for i in range(60)))],
     "20 optimizers": lambda: [adamw(group(LAYER)) for _ in range(20)],
     "2,000 tensors": lambda: [adamw(group([(16, 16)] * 2000))],
+    "5,000 tensors": lambda: [adamw(group([(16, 16)] * 5000))],
 }
 
 

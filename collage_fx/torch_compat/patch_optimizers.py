@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import inspect
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextvars import ContextVar
@@ -10,8 +11,12 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
+from torch._dynamo import source as sources
+from torch._dynamo import utils
+from torch._dynamo.guards import GuardBuilder
 from torch._dynamo.pgo import auto_dynamic
 from torch._dynamo.symbolic_convert import InstructionTranslator
+from torch.utils.weak import TensorWeakRef
 
 from collage_fx.torch_compat import records
 from collage_fx.torch_compat.dynamo_trace import output_being_traced
@@ -78,6 +83,10 @@ LISTS = Patch(
     waits_for="regional compilation in Dynamo: one trace for all parameters of a layout",
     needed_for="speed",
     relies_on=(
+        "torch._dynamo.guards:GuardBuilder.ID_MATCH(self, guard)",
+        "torch._dynamo.output_graph:OutputGraph.guards",
+        "torch._dynamo.source:GradSource",
+        "torch._dynamo.utils:get_static_address_type(t)",
         "torch._dynamo.variables.lists:ListVariable has items",
         "torch.optim:AdamW._init_group",
     ),
@@ -309,9 +318,10 @@ def thinning_lists(choose: Thin) -> Iterator[None]:
         for row in rows if traced.come_and_go else ():
             for value in (each for each in row if each is row[0].grad):
                 records.put(value, _LookedFor())
-        for each in lists:
-            for i in set(range(len(rows))).difference(traced.kept):
-                each.items[i].realize()  # makes its guards
+        left_out = set(range(len(rows))).difference(traced.kept)
+        for column, each in enumerate(lists):
+            for i in left_out:
+                _guard(tx.output, each.items[i], rows[i][column])
             each.items[:] = [each.items[i] for i in traced.kept]
         records.of(tx.output, _Trace).thinned.append(traced)
 
@@ -320,6 +330,21 @@ def thinning_lists(choose: Thin) -> Iterator[None]:
             yield
         finally:
             records.clear(_LookedFor)
+
+
+def _guard(output: Any, variable: Any, value: Any) -> None:
+    """Add the guards that Dynamo would make of a value of a list, without tracing it.
+
+    They are of the identity of parameters and state, and that there is a gradient.
+    """
+    is_gradient = isinstance(variable.source, sources.GradSource)
+    is_static = utils.get_static_address_type(value) == "guarded"
+    if type(value) not in (torch.Tensor, torch.nn.Parameter) or is_static is is_gradient:
+        variable.realize()
+        return
+    there = functools.partial(GuardBuilder.NOT_NONE_MATCH, value=TensorWeakRef(value))
+    match = there if is_gradient else GuardBuilder.ID_MATCH
+    output.guards.add(variable.source.make_guard(match), collect_debug_stack=False)
 
 
 tracing_whole: ContextVar[bool] = ContextVar("tracing_whole", default=False)

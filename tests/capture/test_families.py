@@ -13,6 +13,7 @@ from unittest import mock
 
 import pytest
 import torch
+from torch._dynamo.variables.builder import VariableBuilder
 from torch.fx import Graph, GraphModule
 from torch.optim import Optimizer
 
@@ -24,6 +25,7 @@ from collage_fx.graph import is_number, placeholders
 from collage_fx.pipeline import PIPELINE
 from collage_fx.report import CollageReport
 from tests.capture.test_numbers import USES
+from tests.state.test_between_steps import calls_of
 from tests.support.training import (
     Descent,
     LateMomentum,
@@ -413,6 +415,17 @@ def test_rows_left_out_are_stepped(
         assert one.tensors == other.tensors
         for graphs in ((one.before, other.before), (one.after, other.after)):
             assert len({tuple(_operations(gm, numbers=True)) for gm in graphs}) == 1
+
+
+def test_dynamo_looks_at_rows_left_out_for_their_parameters_alone() -> None:
+    """Values that it traces are compared with all others, so that time would grow with their square."""
+    looked_at = []
+    for count in (6, 16):
+        optimizer = torch.optim.AdamW(params := parameters(shapes=[(3,)] * count))
+        set_gradients(params)
+        step = torch.compile(optimizer.step, backend=CollageBackend())
+        looked_at.append(calls_of(step, VariableBuilder.wrap_tensor.__code__))
+    assert looked_at[1] - looked_at[0] == 10
 
 
 #: Matrices of four shapes, vectors of three, and others for which code may differ.
