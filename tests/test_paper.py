@@ -27,7 +27,7 @@ from benchmarks.paper.optimizers import (
     ReleasedInBfloat16,
     ReleasedInFloat32,
 )
-from benchmarks.paper.page import Runs, differences, page
+from benchmarks.paper.page import Runs, differences, page, pairs_table
 from benchmarks.paper.settings import (
     BASELINE,
     LETTERS,
@@ -38,6 +38,7 @@ from benchmarks.paper.settings import (
     Plan,
     Setting,
     full_plan,
+    plan_of_pairs,
     quick_plan,
 )
 from benchmarks.paper.significance import holm, sign_test, welch
@@ -176,9 +177,32 @@ def test_pairs_are_those_of_the_page_and_have_a_folder_of_their_own() -> None:
     assert not others
     found = sign_test([gap for each in SETTINGS for gap in runs.gaps(each, "8 bytes").values()])
     assert f"median {found.value:+.5f}, 95 % {found.low:+.5f} to {found.high:+.5f}, 33 pairs" in line
-    with pytest.raises(SystemExit):
-        parse_arguments(["--pairs", "plus"])
-    assert parse_arguments(["--pairs", "plus", "8 bytes", "--results", "here"]).pairs == ["plus", "8 bytes"]
+    assert parse_arguments(["--pairs", "plus"]).results == root / "benchmarks" / "results" / "pairs"
+    there = parse_arguments(["--pairs", "plus", "8 bytes", "--results", "here"])
+    assert (there.pairs, there.results) == (["plus", "8 bytes"], Path("here") / "pairs")
+    cells = plan_of_pairs(["plus", "4.1 bytes"], seeds=2).cells
+    assert len(cells) == len(SETTINGS) * 2 * 3
+    assert {each.strategy for each in cells} == {"plus", "4.1 bytes", BASELINE}
+
+
+def test_a_table_of_pairs() -> None:
+    """Of strategies that were trained beside fp32 masters, in whichever settings."""
+    losses = {
+        ("4.1 bytes", 0): 2.5,
+        ("4.1 bytes", 1): 2.0,
+        (BASELINE, 0): 2.25,
+        (BASELINE, 1): 2.0,
+        ("plus", 2): 1,
+    }
+    records = [
+        {**Cell(SETTINGS[0], strategy, seed).key(), "loss": loss, "bytes": 4.1}
+        for (strategy, seed), loss in losses.items()
+    ]
+    head, _, *rows = pairs_table(Runs(records, []), SETTINGS).splitlines()
+    assert [each.strip() for each in head.split("|")][1:5] == ["strategy", "bytes", "positive", "difference"]
+    (row,) = rows
+    assert [each.strip() for each in row.split("|")][1:5] == ["4.1 bytes", "4.1", "1 of 2", "+0.1250"]
+    assert not pairs_table(Runs([], []), SETTINGS)
 
 
 def test_the_sign_test() -> None:

@@ -10,7 +10,7 @@ repeated, and those that a deadline cut short left a checkpoint.
     ./dev paper --minutes 30                         as much of it as that time allows; call it again
     ./dev paper --quick --results DIR --page FILE    a few steps of everything, to see that it runs
     ./dev paper --page-only                          write the page from the files
-    ./dev paper --pairs plus "8 bytes" --results DIR   these beside fp32 masters in the 33 cells of the sweeps
+    ./dev paper --pairs plus "4.1 bytes"             these beside fp32 masters, in the 33 cells of the sweeps
     ./dev paper --device cuda --size 124m            every strategy at 124 M parameters, 9 minutes a call
 """
 
@@ -24,7 +24,7 @@ import sys
 import time
 from collections.abc import Iterable, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor, as_completed
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -34,21 +34,22 @@ from tqdm import tqdm
 from benchmarks.__main__ import cores, machine, say
 from benchmarks.formats.__main__ import written
 from benchmarks.paper.costs import measure_costs
-from benchmarks.paper.page import Runs, differences, write_page
+from benchmarks.paper.page import PAIRS, Runs, differences, write_page
 from benchmarks.paper.settings import (
-    BASELINE,
     SIZES,
     STRATEGIES,
     Cell,
     Plan,
     full_plan,
     large_plan,
+    plan_of_pairs,
     quick_plan,
 )
 from benchmarks.paper.training import Record, one_thread, started, train
 from benchmarks.table import write_whole
 
 ROOT = Path(__file__).resolve().parents[2]
+RESULTS = ROOT / "benchmarks" / "results"
 
 
 @dataclass
@@ -144,7 +145,7 @@ def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--seeds", type=int, help="of each cell (default 3; with --size 1)")
     parser.add_argument("--minutes", type=float, help="stop after so many, to go on with the next call")
     parser.add_argument("--processes", type=int, help="at a time (default: one for each core, or one GPU)")
-    parser.add_argument("--results", type=Path, default=ROOT / "benchmarks" / "results", help="folder")
+    parser.add_argument("--results", type=Path, default=RESULTS, help="folder (of --pairs: pairs in it)")
     parser.add_argument(
         "--page", type=Path, default=ROOT / "docs" / "paper.md", help="pictures lie beside it"
     )
@@ -155,8 +156,8 @@ def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
         parser.error(
             "--quick: name a folder by --results and a file by --page; these are not to be published"
         )
-    if options.pairs and options.results == parser.get_default("results"):
-        parser.error("--pairs: name a folder by --results; those here are of the pages")
+    if options.pairs:
+        options.results /= PAIRS
     if options.device == "cuda" and not torch.cuda.is_available():
         parser.error("--device cuda: torch finds no CUDA device here")
     if options.minutes is None:
@@ -173,15 +174,12 @@ def main(argv: Sequence[str]) -> int:
     plan: Plan
     if options.size:
         plan = large_plan(options.size, options.seeds or 1)
+    elif options.pairs:
+        plan = plan_of_pairs(options.pairs, options.seeds or 3)
     else:
         plan = quick_plan() if options.quick else full_plan(options.seeds or 3)
     left: list[Cell] = []
     if options.pairs:
-        chosen = (*options.pairs, BASELINE)
-        cells = tuple(
-            each for each in plan.cells if each.strategy in chosen and each.setting in plan.settings
-        )
-        plan = replace(plan, cells=cells)
         left = run_cells(plan, files, options.checkpoints, options.device, options.processes, deadline)
         for line in differences(Runs.of_folder(options.results), plan.settings, options.pairs):
             say(line)

@@ -34,6 +34,8 @@ Record = dict[str, Any]
 #: Anchor of the section on claims.
 CLAIMS = "which-of-the-papers-orderings-hold-here"
 TEMPLATE = Path(__file__).with_name("template.md")
+#: Folder, in that of results, of trainings beside fp32 masters alone.
+PAIRS = "pairs"
 
 
 @dataclass
@@ -43,10 +45,12 @@ class Runs:
     Attributes:
         records: of all files.
         costs: rows of the costs.
+        pairs: trainings beside fp32 masters alone.
     """
 
     records: list[Record]
     costs: list[Record]
+    pairs: Runs | None = None
 
     @classmethod
     def of_folder(cls, folder: Path) -> Runs:
@@ -55,7 +59,8 @@ class Runs:
             path.stem: json.loads(path.read_text())["runs"] for path in sorted(folder.glob("paper-*.json"))
         }
         costs = files.pop("paper-costs", [])
-        return cls([record for runs in files.values() for record in runs], costs)
+        pairs = cls.of_folder(folder / PAIRS) if (folder / PAIRS).is_dir() else None
+        return cls([record for runs in files.values() for record in runs], costs, pairs)
 
     def of(self, setting: Setting, strategy: str) -> dict[int, Record]:
         """Seed -> record."""
@@ -268,6 +273,27 @@ def differences(runs: Runs, settings: Sequence[Setting], strategies: Sequence[st
             f"{name} less fp32 masters: median {found.value:+.5f}, 95 % {found.low:+.5f} to "
             f"{found.high:+.5f}, {len(gaps)} pairs of {statistics.fmean(seconds):.0f} s each"
         )
+
+
+def pairs_table(pairs: Runs, settings: Sequence[Setting]) -> str:
+    """What strategies differ by from fp32 masters that were trained beside them; empty if none were."""
+    rows = []
+    for name in STRATEGIES:
+        gaps = [gap for setting in settings for gap in pairs.gaps(setting, name).values()]
+        if gaps and name != BASELINE:
+            found, records = sign_test(gaps), [r for s in settings for r in pairs.of(s, name).values()]
+            rows.append(
+                [
+                    name,
+                    f"{_mean(r['bytes'] for r in records):.3g}",
+                    f"{sum(gap > 0 for gap in gaps)} of {len(gaps)}",
+                    f"{_rounded(found.value):+.4f}",
+                    _interval(found),
+                    f"{found.p:.2g}",
+                ]
+            )
+    headers = ("strategy", "bytes", "positive", "difference", "95 %", "p")
+    return markdown(headers, rows, texts=1) if rows else ""
 
 
 def judged(runs: Runs, plan: Plan) -> list[tuple[Claim, float]]:
@@ -532,6 +558,7 @@ def page(runs: Runs, plan: Plan) -> str:
         sweep_table=sweep_table(runs, shown),
         level=f"{LEVEL:g}",
         claim_table=claim_table(runs, shown),
+        pairs_table=pairs_table(runs.pairs or Runs([], []), shown.settings),
         product_table=product_table(runs, shown),
         classifier_result=classifier_result(runs, plan.classifier),
         classifier_table=classifier_table(runs, plan.classifier),

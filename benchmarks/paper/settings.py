@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -70,6 +70,7 @@ STRATEGIES = {
         Strategy("plus", "", {"strategy": "plus"}, "#009E73", "--"),
         Strategy("8 bytes", "", {"bytes_per_parameter": 8}, "#CC79A7", "-."),
         Strategy("5.1 bytes", "", {"bytes_per_parameter": 5.1}, "#E69F00", "-."),
+        Strategy("4.1 bytes", "", {"bytes_per_parameter": 4.1}, "#F0E442", "-."),
         Strategy(PAPERS_PRODUCT, "", Making(Pair, Kept, Pair), "#0072B2"),
         Strategy(RELEASED[0], "", Making(Pair, Kept, ReleasedInBfloat16), "#D55E00"),
         Strategy(RELEASED[1], "", Making(Pair, Kept, ReleasedInFloat32), "#E69F00", "--"),
@@ -79,7 +80,9 @@ STRATEGIES = {
 
 #: What the paper's product is about: trained in settings of each β2 alone.
 OF_THE_PRODUCT = (PAPERS_PRODUCT, *RELEASED, LARGER_STEPS)
-_OTHERS = tuple(name for name in STRATEGIES if name not in OF_THE_PRODUCT)
+#: Trained beside fp32 masters alone, by ``--pairs``.
+OF_PAIRS = ("4.1 bytes",)
+_OTHERS = tuple(name for name in STRATEGIES if name not in (*OF_THE_PRODUCT, *OF_PAIRS))
 
 
 @dataclass(frozen=True)
@@ -112,7 +115,7 @@ class Size:
 
 SIZES = {
     "tiny": Size(
-        width=64, layers=1, heads=2, context=32, batch=4, steps=24, masked_start=24, tuning_steps=12
+        width=64, layers=1, heads=2, context=64, batch=4, steps=24, masked_start=24, tuning_steps=12
     ),
     "0.3m": Size(96, layers=3, heads=4, context=64, batch=12, steps=600, masked_start=1000, tuning_steps=300),
     "1.4m": Size(width=192, layers=3, heads=6, context=64, batch=12, steps=400),
@@ -266,6 +269,11 @@ def full_plan(seeds: int = 3) -> Plan:
         *_cells((CLASSIFIER,), seeds, LETTERS),
     )
     return Plan(SETTINGS, cells, CLASSIFIER)
+
+
+def plan_of_pairs(strategies: Sequence[str], seeds: int = 3) -> Plan:
+    """What ``--pairs`` trains: strategies beside fp32 masters, in all settings of the sweeps."""
+    return Plan(SETTINGS, tuple(_cells(SETTINGS, seeds, (*strategies, BASELINE))))
 
 
 QUICK = Setting(size="tiny")
