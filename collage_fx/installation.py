@@ -263,8 +263,10 @@ class CompiledStep:
         except TypeError:  # the arguments do not fit, which Python then tells
             given = None
         first = self._first_call
-        if self.release is not None:
-            self._refuse_with_release({} if given is None else given.arguments)
+        if self.release is not None and given is not None:
+            returned = first.name if first and first.is_only_returned else None
+            told = (name for name, value in given.arguments.items() if value is not None and name != returned)
+            self.release.refuse_arguments(told)
         if first is None or given is None or not first.holds({**self._defaults, **given.arguments}):
             return self._run(args, kwargs)
         with torch.enable_grad():
@@ -332,20 +334,6 @@ class CompiledStep:
             remedy="call collage_fx.install(optimizer) again, below the line that sets optimizer.step: then "
             "that step is compiled",
         ).raise_or_warn(self._optimizer, strict=self.backend.options.strict)
-
-    def _refuse_with_release(self, given: Mapping[str, Any]) -> None:
-        """Raise if an argument of this step comes after parameters have been stepped without it."""
-        first = self._first_call
-        returned = first.name if first and first.is_only_returned else None
-        late = [name for name, value in given.items() if value is not None and name != returned]
-        if late:
-            raise errors.GradientReleaseError(
-                f"step() was given {late[0]!r}, after the backward pass, in which parameters are stepped "
-                "without it",
-                where=f"{type(self._optimizer).__name__}.step",
-                remedy="call remove() of the handle that step_in_backward or offload returned, before the "
-                "backward pass: then all parameters are stepped here",
-            )
 
 
 def _definition(step: Any) -> str:

@@ -174,7 +174,7 @@ class Compilation:
                 raise errors.UnsupportedOptimizerError(  # it would read the stand-ins, which have no memory
                     f"{self.subject} cannot be stepped for some parameters at a time if they are DTensors: "
                     f"{why}",
-                    where="step_in_backward",
+                    where=self.subject,
                     remedy="step it after the backward pass: collage_fx.install(optimizer)",
                 )
             if not isinstance(step, Reason) and (torch_compat.thinned_lists() or not stand_in):

@@ -265,6 +265,17 @@ class GradientRelease:
             vars(self._optimizer)[SCALED] = self._scaled_before
         self._compiled.release = None
 
+    def refuse_arguments(self, names: Iterable[str]) -> None:
+        """Raise if a step after the backward pass has arguments: parameters are stepped without them."""
+        for name in names:
+            raise GradientReleaseError(
+                f"step() was given {name!r}, after the backward pass, in which parameters are stepped "
+                "without it",
+                where=f"{type(self._optimizer).__name__}.step",
+                remedy="call remove() of the handle that step_in_backward or offload returned, before the "
+                "backward pass: then all parameters are stepped here",
+            )
+
     def refuse_copy(self) -> None:
         """Accept copies of the optimizer, which step after the backward pass."""
 
