@@ -586,7 +586,7 @@ EXAMPLES: dict[type[errors.CollageError], tuple[Example, ...]] = {
             p = Parameter(torch.ones(8, dtype=torch.bfloat16))
             optimizer = torch.optim.SGD([p], lr=0.1)
             renamed = "torch._dynamo.guards:GuardBuilder.TYPE_MATCH: no such attribute"
-            with mock.patch("collage_fx.capture.refusals.misfits", lambda: [renamed]):
+            with mock.patch("collage_fx.torch_compat.misfits", lambda: [renamed]):
                 install(optimizer)
             """,
         ),
