@@ -485,11 +485,14 @@ def conclusion(runs: Sequence[Run]) -> str:
     if baseline:
         lines += [
             f"Collage {run.strategy.name} loses {run.mean('lost_share'):.1%} and ends "
-            f"{_apart(run, baseline)} it, "
-            f"with {run.bytes_per_parameter:.3g} bytes a parameter to its {baseline.bytes_per_parameter:.3g}."
+            f"{_apart(run, baseline)} it, with {run.bytes_per_parameter:.3g} bytes per parameter."
             for run in runs
             if run.strategy.name in ("light", "plus", "8 bytes", "5.1 bytes", "4.1 bytes")
         ]
+        lines.append(
+            f"fp32 masters take 14 bytes: the {baseline.bytes_per_parameter:.3g} of this run include "
+            "bfloat16 copies of the moments."
+        )
     return "\n".join(lines)
 
 

@@ -118,6 +118,22 @@ def test_train_gpt(tmp_path: Path) -> None:
     assert width >= 1200
 
 
+def test_the_demo_says_that_masters_take_14_bytes() -> None:
+    """The README counts masters as people use them; the demo's reference has copies of moments besides."""
+
+    class LossFree(train_gpt.Run):
+        def mean(self, quality: str) -> float:
+            return 0.0
+
+    rows = (("plus", 10.0), (train_gpt.BASELINE, 18.0))
+    runs = [
+        LossFree(train_gpt.STRATEGIES[name], [(9, 1.8)], bytes_per_parameter=count) for name, count in rows
+    ]
+    plus, masters = train_gpt.conclusion(runs).splitlines()
+    assert plus.endswith(", with 10 bytes per parameter.")
+    assert masters.startswith("fp32 masters take 14 bytes: the 18 of this run ")
+
+
 def test_the_small_picture_of_the_demo(tmp_path: Path) -> None:
     runs = [
         train_gpt.Run(train_gpt.STRATEGIES[name], [(step, loss + 1 / step) for step in (50, 100, 150, 200)])
