@@ -271,7 +271,7 @@ of hi, 5 of 48,549 differ from the CPU's step with AdamW, none with LAMB and Ada
 
 A step is launched once for the counters of all tensors and once for their elements, for four tensors as for
 four hundred; centred RMSprop has a third launch. A program of a kernel reads from a table of addresses which
-tensor it works on. Read off the kernels, without a GPU (torch {torch}, Triton {triton}):
+tensor it works on. Read from the kernels, without a GPU (torch {torch}, Triton {triton}):
 
 {table}
 

@@ -45,7 +45,7 @@ def taken(seeds: Iterable[int], processes: int) -> list[Outcome]:
         return list(pool.map(drawn, seeds, chunksize=8))
 
 
-HEADERS = ("setup or fault", "runs", "elements lost", "told")
+HEADERS = ("setup or fault", "runs", "elements lost", "warned")
 
 
 def table(outcomes: Iterable[Outcome]) -> list[tuple[str, int, int, str]]:
