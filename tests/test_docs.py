@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import shlex
+from dataclasses import fields
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ import pytest
 import torch
 
 from collage_fx import CollageBackend, explain
+from collage_fx.choices import OptionFields
 from collage_fx.graph.nodes import graph_text
 from collage_fx.graph.recurrence import TOLERATED_STALL, representation_error, rms_noise, stall_band
 from collage_fx.metrics.rows import ROW
@@ -88,7 +90,7 @@ def test_a_command_prints_what_the_page_shows(
 
 
 def test_there_are_commands_to_run() -> None:
-    assert len(CONSOLE) == 8
+    assert len(CONSOLE) == 9
 
 
 @as_written
@@ -232,6 +234,14 @@ def test_a_question_is_answered_one_click_from_the_readme(
     slugs = [re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings]
     assert anchor in slugs
     assert words in text
+
+
+def test_the_pages_list_all_options() -> None:
+    names = {each.name for each in fields(OptionFields)}
+    (public,) = re.findall(r"^\| the options (.*?) \|", (DOCS / "api.md").read_text(), re.MULTILINE)
+    assert set(re.findall(r"`(\w+)`", public)) == names
+    table = (DOCS / "options.md").read_text().partition("## Values")[0]
+    assert set(re.findall(r"^\| `(\w+)` \|", table, re.MULTILINE)) == names
 
 
 def test_the_bytes_kept_of_a_measured_tensor() -> None:
