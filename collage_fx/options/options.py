@@ -8,28 +8,14 @@ from typing import Any, Literal, get_args
 
 from typing_extensions import TypedDict, Unpack
 
-from collage_fx import numerics
-from collage_fx.choices import (
-    TYPES,
-    Arithmetic,
-    Changes,
-    ErrorFormatName,
-    Mode,
-    OptionFields,
-    PackedFormatName,
-    Rounding,
-    Strategy,
-    WeightFormatName,
-    did_you_mean,
-    names_of,
-)
+from collage_fx import choices, numerics
 from collage_fx.errors import InvalidOptionError
 from collage_fx.graph import Reason
 from collage_fx.numerics import ERROR_FORMATS
 from collage_fx.pipeline import PIPELINE, Pass, refuse_incomplete
 
 #: Options whose defaults depend on the arithmetic.
-DEFAULTS: dict[Arithmetic, dict[str, str]] = {
+DEFAULTS: dict[choices.Arithmetic, dict[str, str]] = {
     "wide": {"error_format": next(iter(ERROR_FORMATS)), "rounding": "repay"},
     "native": {
         "error_format": next(name for name, fmt in ERROR_FORMATS.items() if fmt.is_double_word),
@@ -45,34 +31,34 @@ class GivenOptions(TypedDict, total=False):
     Names of formats that a plug-in registers are not in these types.
     """
 
-    strategy: Strategy
-    error_format: ErrorFormatName | None
-    arithmetic: Arithmetic
+    strategy: choices.Strategy
+    error_format: choices.ErrorFormatName | None
+    arithmetic: choices.Arithmetic
     metrics: bool
     metrics_every: int | None
     strict: bool
-    mode: Mode | None
-    rounding: Rounding | None
-    state: PackedFormatName | None
-    weights: WeightFormatName | None
+    mode: choices.Mode | None
+    rounding: choices.Rounding | None
+    state: choices.PackedFormatName | None
+    weights: choices.WeightFormatName | None
     bytes_per_parameter: float | Literal["auto"] | None
-    changes: Changes
+    changes: choices.Changes
     passes: Sequence[Pass] | None
 
 
 @dataclass(frozen=True, kw_only=True)
-class Options(OptionFields):
+class Options(choices.OptionFields):
     """Checked options of a :class:`~collage_fx.CollageBackend`; no default depends on another option."""
 
     error_format: str = ""  # type: ignore[assignment]  # also a name that a plug-in registers
-    rounding: Rounding = "repay"
+    rounding: choices.Rounding = "repay"
     passes: tuple[Pass, ...] = PIPELINE
     names_format: bool = False
 
     @property
     def given(self) -> dict[str, Any]:
         """Values to make a backend with these options of."""
-        values = {each.name: getattr(self, each.name) for each in fields(OptionFields)}
+        values = {each.name: getattr(self, each.name) for each in fields(choices.OptionFields)}
         return values if self.names_format else values | {"error_format": None}
 
     @property
@@ -120,7 +106,7 @@ class Options(OptionFields):
             InvalidOptionError: a value is not allowed, or one that another does not allow.
         """
         refuse_unknown(given)
-        chosen: dict[str, Any] = {each.name: each.default for each in fields(OptionFields)} | given
+        chosen: dict[str, Any] = {each.name: each.default for each in fields(choices.OptionFields)} | given
         chosen["names_format"] = chosen["error_format"] is not None
         # Values of arithmetic that do not exist are refused below.
         defaults = DEFAULTS["native" if chosen["arithmetic"] == "native" else "wide"]
@@ -129,7 +115,7 @@ class Options(OptionFields):
         return cls(**chosen)
 
     def __post_init__(self) -> None:
-        for each in fields(OptionFields):
+        for each in fields(choices.OptionFields):
             self._check_value(each)
         if self.arithmetic == "native" and not ERROR_FORMATS[self.error_format].is_double_word:
             formats = ", ".join(repr(name) for name, fmt in ERROR_FORMATS.items() if fmt.is_double_word)
@@ -167,13 +153,13 @@ class Options(OptionFields):
     def _check_value(self, option: Field[Any]) -> None:
         """Raise unless an option has one of its values with names, or a value of its type."""
         name, value, otherwise = option.name, getattr(self, option.name), option.metadata["otherwise"]
-        registry = option.metadata["registry"]
-        named: tuple[object, ...] = tuple(getattr(numerics, registry)) if registry else names_of(name)
-        allowed = (True, False) if TYPES[name] is bool else named
-        if allowed and float not in get_args(TYPES[name]):
+        registry, kind = option.metadata["registry"], choices.TYPES[name]
+        named: tuple[object, ...] = tuple(getattr(numerics, registry)) if registry else choices.names_of(name)
+        allowed = (True, False) if kind is bool else named
+        if allowed and float not in get_args(kind):
             optional = (None,) if getattr(Options, name) is None else ()
             refuse_unless(name, value, (*optional, *allowed), otherwise)
-        elif TYPES[name] == int | None and value is not None and (type(value) is not int or value < 1):
+        elif kind == int | None and value is not None and (type(value) is not int or value < 1):
             raise InvalidOptionError(
                 f"{name}={value!r} is not allowed",
                 where=name,
@@ -204,10 +190,10 @@ class Options(OptionFields):
 
 def refuse_unknown(names: Iterable[str]) -> None:
     """Raise ``InvalidOptionError`` for a name that is not an option's."""
-    known = [each.name for each in fields(OptionFields)]
+    known = [each.name for each in fields(choices.OptionFields)]
     for name in names:
         if name not in known:
-            hint = did_you_mean(name, known)
+            hint = choices.did_you_mean(name, known)
             raise InvalidOptionError(
                 f"unknown option {name!r}" + (f"; {hint}" if hint.startswith("did") else ""),
                 where=name,
@@ -218,7 +204,7 @@ def refuse_unknown(names: Iterable[str]) -> None:
 def refuse_unless(name: str, value: object, allowed: Sequence[object], otherwise: str = "") -> None:
     """Raise ``InvalidOptionError``, with another remedy, unless a value is allowed; True is not 1 here."""
     if not any(value is choice or (isinstance(value, str) and value == choice) for choice in allowed):
-        hint = did_you_mean(str(value), [each for each in allowed if isinstance(each, str)])
+        hint = choices.did_you_mean(str(value), [each for each in allowed if isinstance(each, str)])
         raise InvalidOptionError(
             f"{name}={value!r} is not allowed" + (f"; {hint}" if hint.startswith("did") else ""),
             where=name,

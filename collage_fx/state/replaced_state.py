@@ -26,6 +26,7 @@ from torch.nn import Module, Parameter
 from torch.optim import Optimizer
 from torch.utils.weak import TensorWeakRef
 
+from collage_fx import torch_compat
 from collage_fx.errors import warn
 from collage_fx.numerics import ErrorFormat, is_low_precision
 from collage_fx.state.claims import Claims, some
@@ -34,15 +35,6 @@ from collage_fx.state.fingerprints import fingerprint
 from collage_fx.state.optimizers import parameter_names
 from collage_fx.state.packed import is_packed, plain_class, stride_of
 from collage_fx.state.written import WriteDetector
-from collage_fx.torch_compat import (
-    has_storage,
-    is_wrapper,
-    local_tensor,
-    real_tensors,
-    records,
-    sharding_of,
-    wrap_loading_of_modules,
-)
 
 
 class _Slot(NamedTuple):
@@ -101,19 +93,19 @@ def _write_detector(slots: Sequence[_Slot], optimizer: str) -> WriteDetector:
     parameters, state = [], []
     named = ((slot.name, slot.value) for slot in slots if slot.name and is_low_precision(slot.value.dtype))
     for name, value in named:
-        piece = local_tensor(value)
+        piece = torch_compat.local_tensor(value)
         if is_packed(value):
             continue  # written to, it is unpacked, and compared with its codes
         if not isinstance(value, Parameter):
             state.append((name, value))
         # Another optimizer's step may give a parameter its error terms. Wrappers are made of other tensors.
-        elif has_storage(piece) and not is_wrapper(piece):
+        elif torch_compat.has_storage(piece) and not torch_compat.is_wrapper(piece):
             parameters.append((name, value))
     return WriteDetector(parameters, state, optimizer, _detectors)
 
 
 def _detectors() -> Iterator[WriteDetector]:
-    return (held.written for _, held in records.all_of(_Held))
+    return (held.written for _, held in torch_compat.records.all_of(_Held))
 
 
 def _slots_of(optimizer: Optimizer) -> Iterator[_Slot]:
@@ -150,23 +142,23 @@ class _Parameters:
 
 def note_held(optimizer: Optimizer) -> None:
     """Take a snapshot of the values that an optimizer holds now."""
-    before = records.drop(optimizer, _Held)
+    before = torch_compat.records.drop(optimizer, _Held)
     written = None if before is None else before.written
     del before  # its references would be counted
-    held = records.put(optimizer, _Held(optimizer))
+    held = torch_compat.records.put(optimizer, _Held(optimizer))
     if written is None or not held.written.take_over(written):
         _Parameters.version = object()
 
 
 def holds_the_same(optimizer: Optimizer) -> bool:
     """Return whether an optimizer holds the values of its last snapshot."""
-    held = records.find(optimizer, _Held)
+    held = torch_compat.records.find(optimizer, _Held)
     return held is not None and held.is_complete(optimizer)
 
 
 def note_step(optimizer: Optimizer) -> None:
     """Note that a compensated step of an optimizer has ended, with its parameters as they are."""
-    if (held := records.find(optimizer, _Held)) is not None:
+    if (held := torch_compat.records.find(optimizer, _Held)) is not None:
         held.written.note()
 
 
@@ -189,13 +181,13 @@ def noting_steps(
             known = {reference() for reference in references}
             others = [
                 weakref.ref(each)
-                for each, held in records.all_of(_Held)
+                for each, held in torch_compat.records.all_of(_Held)
                 if each not in known and not living.isdisjoint(map(id, held.written.tensors))
             ]
             version = _Parameters.version
         for reference in others:
             other = reference()
-            if other is not None and (held := records.find(other, _Held)) is not None:
+            if other is not None and (held := torch_compat.records.find(other, _Held)) is not None:
                 held.written.settle(is_in_place=False)
         try:
             return step(*arguments)
@@ -209,12 +201,12 @@ def noting_steps(
 
 def stepped_optimizers() -> list[Optimizer]:
     """Return all optimizers that have been stepped with error terms."""
-    return [optimizer for optimizer, _ in records.all_of(_Held)]
+    return [optimizer for optimizer, _ in torch_compat.records.all_of(_Held)]
 
 
 def format_before(name: str, optimizer: Optimizer) -> ErrorFormat | None:
     """Return the format of a named tensor at the last snapshot; None for a plain tensor."""
-    held = records.find(optimizer, _Held)
+    held = torch_compat.records.find(optimizer, _Held)
     return None if held is None else held.formats.get(name)
 
 
@@ -232,7 +224,7 @@ def move_state(optimizer: Optimizer, device: torch.device | str = "cpu") -> None
         optimizer: an optimizer whose step is compensated, by :func:`install` or by ``torch.compile``.
         device: the device to move to.
     """
-    there, moved = torch.device(device), records.of(optimizer, _MovedAway)
+    there, moved = torch.device(device), torch_compat.records.of(optimizer, _MovedAway)
     for slot in _slots_of(optimizer):
         if slot.name:
             is_state = not isinstance(slot.value, Parameter)
@@ -244,13 +236,13 @@ def move_state(optimizer: Optimizer, device: torch.device | str = "cpu") -> None
 def _move(tensor: Tensor, device: torch.device, *, is_state: bool) -> None:
     """Move a tensor's error terms, and the tensor itself if it is state."""
     record = record_of(tensor)
-    with real_tensors(), torch.no_grad():
+    with torch_compat.real_tensors(), torch.no_grad():
         if is_state and not is_packed(tensor):
-            piece = local_tensor(tensor)
+            piece = torch_compat.local_tensor(tensor)
             piece.data = piece.data.to(device)
         if record is not None:
             record.move(device)
-            record_memory(local_tensor(tensor), record)
+            record_memory(torch_compat.local_tensor(tensor), record)
 
 
 def settle_replaced(optimizer: Optimizer) -> None:
@@ -258,9 +250,9 @@ def settle_replaced(optimizer: Optimizer) -> None:
 
     Warn of tensors that had error terms, and have other values now, unless all values are zero.
     """
-    for tensor, device in records.drop(optimizer, _MovedAway) or ():
+    for tensor, device in torch_compat.records.drop(optimizer, _MovedAway) or ():
         _move(tensor, device, is_state=True)
-    held = records.find(optimizer, _Held)
+    held = torch_compat.records.find(optimizer, _Held)
     if held is None:
         return
     is_complete = held.is_complete(optimizer)
@@ -285,8 +277,8 @@ def settle_replaced(optimizer: Optimizer) -> None:
         if not keeps_all and old.name in held.formats:
             written.append(new)
     note_held(optimizer)
-    with real_tensors():
-        names = [slot.name for slot in written if local_tensor(slot.value.detach()).any()]
+    with torch_compat.real_tensors():
+        names = [slot.name for slot in written if torch_compat.local_tensor(slot.value.detach()).any()]
     if names:
         warn(
             f"{some(names)} of {type(optimizer).__name__} has been replaced by another tensor of other "
@@ -311,12 +303,12 @@ def _with_claims(load_state_dict: Callable[..., Any], self: Module, *args: Any, 
         record = record_of(tensor)
         if record is not None and record.claim is None:
             known = (written.hi_of_last_step(tensor) for written in _detectors())
-            hi = next((each for each in known if each is not None), local_tensor(tensor))
+            hi = next((each for each in known if each is not None), torch_compat.local_tensor(tensor))
             claims.add(name, record, fingerprint(hi, record.auxiliaries))
     return load_state_dict(self, *args, **kwargs)
 
 
-wrap_loading_of_modules(_with_claims)
+torch_compat.wrap_loading_of_modules(_with_claims)
 
 
 def _in_the_same_object(replaced: Sequence[tuple[_Slot, _Slot, int]]) -> set[int]:
@@ -336,6 +328,6 @@ def _in_the_same_object(replaced: Sequence[tuple[_Slot, _Slot, int]]) -> set[int
 
 def _full_layout(tensor: Tensor) -> tuple[Any, ...]:
     """Return class, dtype, sharding, sizes and strides of a tensor, as it is when unpacked."""
-    piece = local_tensor(tensor)
+    piece = torch_compat.local_tensor(tensor)
     shapes = tuple(tensor.shape), tuple(piece.shape), stride_of(piece)
-    return plain_class(tensor), tensor.dtype, tensor.requires_grad, sharding_of(tensor), shapes
+    return plain_class(tensor), tensor.dtype, tensor.requires_grad, torch_compat.sharding_of(tensor), shapes
