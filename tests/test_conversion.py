@@ -23,6 +23,7 @@ from collage_fx import (
     backend_of,
     convert,
     error_terms,
+    explain,
     full_value,
     install,
     step_in_backward,
@@ -173,6 +174,24 @@ def test_the_summary_counts_bytes_and_a_dry_run_changes_nothing() -> None:
     assert _equal(job.values(), values)
     with pytest.raises(CollageError, match="not installed"):
         backend_of(job.optimizer)
+
+
+@pytest.mark.parametrize("options", BUDGETS, ids=["default", "8", "5.1"])
+def test_a_dry_run_predicts_the_error_at_this_learning_rate(options: Mapping[str, Any]) -> None:
+    """As ``explain`` does of the converted job; here all weights are smaller than a piece."""
+    job = Job()
+    job.train()
+    plan = convert(job.model, job.optimizer, dry_run=True, **options)
+    assert plan.predicted_error is not None
+    assert f"at this learning rate: {plan.predicted_error:.2g}" in str(plan)
+    job.optimizer.param_groups[0]["lr"] /= 100
+    slower = convert(job.model, job.optimizer, dry_run=True, **options).predicted_error
+    assert slower is not None
+    assert slower > plan.predicted_error
+    convert(job.model, job.optimizer, **options)
+    del job.optimizer.param_groups[0]["initial_lr"]  # with which explain predicts
+    assert explain(job.optimizer, **options).predicted_error() == pytest.approx(slower, rel=0.5)
+    assert convert(job.model, job.optimizer, torch.float32, dry_run=True).predicted_error is None
 
 
 def test_a_job_whose_first_step_is_refused_is_taken_back_to_the_bit() -> None:

@@ -66,7 +66,7 @@ LAW["backend"] = {*LAW} - {"passes"}
 LAW["installation"] = {*LAW} - {"passes"}
 LAW["wings.gradient_release"] = {*LAW} - {"passes"}
 LAW["wings.offload"] = {*LAW} - {"passes"}
-LAW["wings.conversion"] = {*LAW} - {"passes"}
+LAW["wings.conversion"] = {*LAW, "tools"} - {"passes"}
 LAW["wings.weight_changes"] = {"choices", "torch_compat", "errors", "codegen", "state"}
 LAW["wings.full_precision"] = {"torch_compat", "numerics", "errors", "graph", "state"}
 LAW["optim"] = {room for room in LAW if not room.startswith(("passes", "wings."))}
@@ -547,6 +547,7 @@ ASSIGNED = {
     ("torch_compat/tensors.py", "setattr"): "likewise, the shard of a DTensor",
     ("torch_compat/patch_gathers.py", "setattr"): "a mark on a parameter for GATHERED_SHARDS",
     ("torch_compat/patch_gathers.py", "sharded._local_tensor"): "GATHERED_SHARDS, while FSDP2 reads it",
+    ("wings/conversion.py", "twin.grad"): "of a piece that a copy of the optimizer steps",
     ("wings/gradient_release.py", "p.grad"): "of small parameters of its own",
     ("wings/gradient_release.py", "parameter.grad"): "a gradient that has been used, as zero_grad() does",
     ("wings/offload.py", "parameter.grad"): "a gradient that has been copied, as zero_grad() does",

@@ -9,8 +9,9 @@ state, from the whole value, and drops error terms of state that needs none.
 from __future__ import annotations
 
 import logging
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -19,24 +20,16 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from typing_extensions import Unpack
 
-from collage_fx import state
+from collage_fx import state, torch_compat
 from collage_fx.backend import CollageBackend
 from collage_fx.capture import first_overlap
 from collage_fx.choices import did_you_mean, takes_options
-from collage_fx.errors import InvalidOptionError, UnsupportedTensorError
+from collage_fx.errors import CollageError, InvalidOptionError, UnsupportedTensorError
 from collage_fx.graph import is_dense
 from collage_fx.installation import CompiledStep, accepted, install, uninstall
 from collage_fx.numerics import ERROR_FORMATS, is_low_precision
-from collage_fx.options import GivenOptions
-from collage_fx.torch_compat import (
-    gathers_other_dtype,
-    is_flattened,
-    is_wrapper,
-    local_tensor,
-    note_new_dtypes,
-    own_step,
-    take_data,
-)
+from collage_fx.options import GivenOptions, Options
+from collage_fx.tools.explain import explain
 
 log = logging.getLogger("collage_fx")
 
@@ -55,6 +48,7 @@ class Conversion:
         bytes_before: bytes, in this process, of the tensors to convert, with their error terms: of
             ``"weights"``, ``"others"`` (which no optimizer steps), ``"gradients"`` and ``"state"``.
         bytes_after: the same afterwards, at most: the first step drops or packs what it does not need.
+        predicted_error: error of the weights over 600 steps, as in a report; None: unknown, or not a dry run.
     """
 
     dtype: torch.dtype
@@ -62,6 +56,7 @@ class Conversion:
     kept: tuple[str, ...]
     bytes_before: Mapping[str, int]
     bytes_after: Mapping[str, int]
+    predicted_error: float | None = None
 
     def __str__(self) -> str:
         lines = [f"{'to ' + str(self.dtype):17} {'bytes now':>16} {'then, at most':>16}"]
@@ -69,6 +64,8 @@ class Conversion:
             lines.append(f"{kind:17} {before:16,} {self.bytes_after[kind]:16,}")
         for told, names in (("rounded", self.rounded), ("not converted", self.kept)):
             lines += [f"{told}: {', '.join(names[:5])}{', …' if len(names) > 5 else ''}"] if names else []
+        if self.predicted_error is not None:
+            lines.append(f"predicted error over 600 steps, at this learning rate: {self.predicted_error:.2g}")
         return "\n".join(lines)
 
 
@@ -132,13 +129,13 @@ def convert(
         raise UnsupportedTensorError(met, where=where, remedy=remedy)
     plan = _summary(found, kept, dtype, chosen.bytes_per_parameter)
     if dry_run:
-        return plan
+        return plan if dtype is torch.float32 else replace(plan, predicted_error=_error(inner, found, chosen))
     log.info("%s", plan)
     with torch.no_grad():
         for kind, name, tensor in ((n, *each) for n in found for each in found[n].items()):
             value = state.full_value(tensor, torch.float32)
             state.reset_error_terms(tensor)
-            take_data(tensor, value.to(dtype))
+            torch_compat.take_data(tensor, value.to(dtype))
             if dtype is torch.bfloat16 and kind in ("weights", "state"):
                 state.write(tensor, value, state.ensure_record(tensor, ERROR_FORMATS["exact"], name=name))
                 if kind == "state":
@@ -148,7 +145,7 @@ def convert(
             uninstall(each)
         else:
             install(each, backend=backend, **options)
-    note_new_dtypes(model)
+    torch_compat.note_new_dtypes(model)
     torch.clear_autocast_cache()
     return plan
 
@@ -195,13 +192,13 @@ def _faults(
     """Yield ``(where, met, remedy)`` for wrappers, steps and tensors that cannot be converted."""
     if any(isinstance(each, nn.parallel.DistributedDataParallel) for each in model.modules()):
         yield "model", "DistributedDataParallel", "convert the module in it, and wrap it again"
-    if any(map(is_flattened, model.parameters())):
+    if any(map(torch_compat.is_flattened, model.parameters())):
         yield "model", "FSDP1, whose parameters are parts of flat ones", "use FSDP2: fully_shard"
-    if gathers_other_dtype(model, dtype):
+    if torch_compat.gathers_other_dtype(model, dtype):
         remedy = "give fully_shard MixedPrecisionPolicy(param_dtype=torch.bfloat16), or convert before that"
         yield "model", "FSDP2 that has gathered another dtype in a forward pass", remedy
     for each in optimizers:
-        step, kind = own_step(each) if isinstance(each, Optimizer) else None, type(each).__name__
+        step, kind = torch_compat.own_step(each) if isinstance(each, Optimizer) else None, type(each).__name__
         if getattr(each, "scaler", None) is not None:
             yield kind, "a gradient scaler", "use mixed_precision='bf16', which needs none"
         if isinstance(step, CompiledStep) and dtype is torch.bfloat16:
@@ -212,11 +209,12 @@ def _faults(
     tensors = {**weights, **found["state"]}
     for name, tensor in tensors.items():
         is_known = is_low_precision(tensor.dtype) if is_back else tensor.dtype is torch.float32
-        is_plain = is_back or not is_wrapper(local_tensor(tensor))  # on the way back, state may be packed
+        # On the way back, state may be packed.
+        is_plain = is_back or not torch_compat.is_wrapper(torch_compat.local_tensor(tensor))
         if not (is_known and is_plain and tensor.device.type in ("cpu", "cuda")):
             met = f"a {type(tensor).__name__} of {tensor.dtype} on {tensor.device.type}"
             yield name, met, "convert tensors on a CPU or a CUDA device, of float32; or name it in keep="
-    pieces = ((name, local_tensor(each.detach())) for name, each in tensors.items() if not is_back)
+    pieces = ((n, torch_compat.local_tensor(t.detach())) for n, t in tensors.items() if not is_back)
     if overlap := first_overlap(each for each in pieces if is_dense(each[1])):
         yield overlap[0], f"memory that it shares with {overlap[1]}", "clone() either, or use one parameter"
     for name, tensor in found["others"].items():
@@ -232,7 +230,7 @@ def _faults(
 
 
 def _summary(found: Tensors, kept: list[str], dtype: torch.dtype, limit: float | str | None) -> Conversion:
-    local = {kind: list(map(local_tensor, found[kind].values())) for kind in found}
+    local = {kind: list(map(torch_compat.local_tensor, found[kind].values())) for kind in found}
     others = zip(found["others"], local["others"], strict=True)
     rounded = tuple(name for name, t in others if not torch.equal(t.to(dtype).to(t.dtype), t))
     numbers = {kind: sum(each.numel() for each in local[kind]) for kind in local}
@@ -240,3 +238,27 @@ def _summary(found: Tensors, kept: list[str], dtype: torch.dtype, limit: float |
     if isinstance(limit, (int, float)):
         after["state"] = min(after["state"], max(0, round((limit - 4) * numbers["weights"])))
     return Conversion(dtype, rounded, tuple(kept), {n: state.bytes_held(local[n]) for n in local}, after)
+
+
+def _error(optimizers: Sequence[Optimizer], found: Tensors, options: Options) -> float | None:
+    """Return the largest error that ``explain`` predicts for pieces of the weights in bfloat16, if any."""
+    errors, changing = [], set(map(id, found["weights"].values()))
+
+    def piece(tensor: Tensor, dtype: torch.dtype) -> Tensor:  # the first rows, with about 2**16 elements
+        rows = torch.atleast_1d(torch_compat.local_tensor(tensor.detach()).to_dense())
+        return rows[: max(1, 2**16 * len(rows) // max(1, rows.numel()))].to(dtype, copy=True)
+
+    for one in optimizers:
+        twins: dict[int, Any] = {id(one.state): defaultdict(dict)}
+        for _, p in state.parameter_names(one):
+            dtype = torch.bfloat16 if id(p) in changing else p.dtype
+            twins[id(p)] = twin = nn.Parameter(piece(p, dtype), p.requires_grad)
+            twin.grad = None if p.grad is None else piece(p.grad, dtype)
+        clone = state.clone_of(one, twins)
+        for group in clone.param_groups:
+            group.pop("initial_lr", None)  # of a scheduler, whose rate is another by now
+        try:
+            errors.append(explain(clone, **options.given).predicted_error())
+        except CollageError as error:  # of pieces: the whole optimizer may be accepted
+            log.info("no error is predicted: %s", error)
+    return max((each for each in errors if each is not None), default=None)
