@@ -9,13 +9,23 @@ from typing import Any, Literal, get_args
 from typing_extensions import TypedDict, Unpack
 
 from collage_fx import choices, numerics
+from collage_fx.choices import (
+    Arithmetic,
+    Changes,
+    ErrorFormatName,
+    Mode,
+    PackedFormatName,
+    Rounding,
+    Strategy,
+    WeightFormatName,
+)
 from collage_fx.errors import InvalidOptionError
 from collage_fx.graph import Reason
 from collage_fx.numerics import ERROR_FORMATS
 from collage_fx.pipeline import PIPELINE, Pass, refuse_incomplete
 
 #: Options whose defaults depend on the arithmetic.
-DEFAULTS: dict[choices.Arithmetic, dict[str, str]] = {
+DEFAULTS: dict[Arithmetic, dict[str, str]] = {
     "wide": {"error_format": next(iter(ERROR_FORMATS)), "rounding": "repay"},
     "native": {
         "error_format": next(name for name, fmt in ERROR_FORMATS.items() if fmt.is_double_word),
@@ -31,18 +41,18 @@ class GivenOptions(TypedDict, total=False):
     Names of formats that a plug-in registers are not in these types.
     """
 
-    strategy: choices.Strategy
-    error_format: choices.ErrorFormatName | None
-    arithmetic: choices.Arithmetic
+    strategy: Strategy
+    error_format: ErrorFormatName | None
+    arithmetic: Arithmetic
     metrics: bool
     metrics_every: int | None
     strict: bool
-    mode: choices.Mode | None
-    rounding: choices.Rounding | None
-    state: choices.PackedFormatName | None
-    weights: choices.WeightFormatName | None
+    mode: Mode | None
+    rounding: Rounding | None
+    state: PackedFormatName | None
+    weights: WeightFormatName | None
     bytes_per_parameter: float | Literal["auto"] | None
-    changes: choices.Changes
+    changes: Changes
     passes: Sequence[Pass] | None
 
 
@@ -51,7 +61,7 @@ class Options(choices.OptionFields):
     """Checked options of a :class:`~collage_fx.CollageBackend`; no default depends on another option."""
 
     error_format: str = ""  # type: ignore[assignment]  # also a name that a plug-in registers
-    rounding: choices.Rounding = "repay"
+    rounding: Rounding = "repay"
     passes: tuple[Pass, ...] = PIPELINE
     names_format: bool = False
 

@@ -1,9 +1,8 @@
 """Conversion of a running float32 job to bfloat16 with error terms, in place, and back.
 
-Parameters, gradients and state stay the same objects, with other memory: schedulers, groups, hooks, tied
-weights and a trainer's references keep working. A float32 value becomes hi and an error term in the format
-``"exact"``, which hold it bit for bit. The first step converts error terms to the format that it uses, packs
-state, from the whole value, and drops error terms of state that needs none.
+A float32 value becomes hi and an error term in the format ``"exact"``, which hold it bit for bit. The first
+step converts error terms to the format that it uses, packs state, from the whole value, and drops error terms
+of state that needs none.
 """
 
 from __future__ import annotations
@@ -105,11 +104,9 @@ def convert(
         the summary, which is logged (INFO) before a tensor changes.
 
     Raises:
-        CollageError: a trainable parameter has no optimizer here, or the optimizer steps another model's; it
-            is installed already, or steps in the backward pass; no tensor is to be converted; weights are of
-            another dtype, device or class, or share memory; DistributedDataParallel, FSDP1, or FSDP2 with
-            gathered float32 has buffers of the old dtype; a gradient scaler is used; batch norm would compute
-            with two dtypes; an option is not valid. Nothing has changed.
+        CollageError: an option is not valid, or something cannot go on in the other dtype: a trainable
+            parameter without an optimizer here, an installed optimizer, DistributedDataParallel, FSDP1,
+            FSDP2 with gathered float32, a gradient scaler, batch norm of two dtypes. Nothing has changed.
     """
     given = list(optimizer) if isinstance(optimizer, (list, tuple)) else [optimizer]
     inner = [each for one in given for each in accepted(one, backend, options)[0]]
