@@ -10,15 +10,8 @@ from typing import Any, NamedTuple
 import torch
 from torch.fx import Node
 
-from collage_fx.codegen.spellings import (
-    CPP,
-    Language,
-    NoSpelling,
-    bare,
-    in_register,
-    is_small_integer,
-    spelled,
-)
+from collage_fx.codegen import spellings
+from collage_fx.codegen.spellings import Language, NoSpelling
 from collage_fx.graph import trace_of
 from collage_fx.numerics import code_of_number
 from collage_fx.torch_compat import OpOverload
@@ -57,10 +50,12 @@ def function_of(
     Raises:
         NoSpelling: an operation of the function has none.
     """
-    trace, is_cpp = trace_of(function, dtypes, constants), language is CPP
+    trace, is_cpp = trace_of(function, dtypes, constants), language is spellings.CPP
     parameters = list(inspect.signature(function).parameters)[: len(dtypes)]
     (result,) = trace.graph.output_node().all_input_nodes
-    is_cut = not (is_cpp and is_small_integer(result.meta["val"].dtype) and result.target is CONVERT)
+    is_cut = not (
+        is_cpp and spellings.is_small_integer(result.meta["val"].dtype) and result.target is CONVERT
+    )
     if not is_cut:
         (result,) = result.all_input_nodes
     texts = dict(zip(trace.graph.find_nodes(op="placeholder"), parameters, strict=True))
@@ -73,24 +68,24 @@ def function_of(
         else:
             text = expression(node, texts, language)
         if is_cpp and _is_test(node):
-            tests, text = True, f"(Finite || {bare(text)})"
+            tests, text = True, f"(Finite || {spellings.bare(text)})"
         if not is_cpp and function in WITH_APPROXIMATE_ROOTS and node.target is aten.sqrt.default:
-            text = f"tl.sqrt({bare(texts[node.all_input_nodes[0]])})"
+            text = f"tl.sqrt({spellings.bare(texts[node.all_input_nodes[0]])})"
         if len(node.users) > 1 and node.all_input_nodes:
             name = f"t{len(lines)}"
-            kind = f"const {in_register(node.meta['val'].dtype)} " if is_cpp else ""
-            lines.append(f"{kind}{name} = {bare(text)}")
+            kind = f"const {spellings.in_register(node.meta['val'].dtype)} " if is_cpp else ""
+            lines.append(f"{kind}{name} = {spellings.bare(text)}")
             text = name
         texts[node] = text
-    lines.append(f"return {bare(texts[result])}")
+    lines.append(f"return {spellings.bare(texts[result])}")
     if not is_cpp:
         name = "_".join([function.__name__, *map(_word, (*constants, *dtypes))])
         body = "\n".join(f"    {line}" for line in lines)
         return Function(name, f"@triton.jit\ndef {name}({', '.join(parameters)}):\n{body}\n", tests, is_cut)
     name = "_".join([function.__name__, *map(_word, constants)])
-    arguments = ", ".join(f"{in_register(d)} {x}" for d, x in zip(dtypes, parameters, strict=True))
+    arguments = ", ".join(f"{spellings.in_register(d)} {x}" for d, x in zip(dtypes, parameters, strict=True))
     body = "\n".join(f"  {line};" for line in lines)
-    head = f"inline {in_register(result.meta['val'].dtype)} {name}({arguments})"
+    head = f"inline {spellings.in_register(result.meta['val'].dtype)} {name}({arguments})"
     template = "template <bool Finite>\n" if tests else ""
     return Function(name, f"{template}{head} {{\n{body}\n}}\n", tests, is_cut)
 
@@ -148,8 +143,8 @@ def expression(node: Node, texts: Mapping[Node, str], language: Language, *, is_
     if target is aten.pow.Tensor_Scalar and node.args[1] in (0.5, 2):
         base = operand(node.args[0])
         name, operands = ("mul", [base, base]) if node.args[1] == 2 else ("sqrt", [base])
-        return spelled(language, name, dtype, operands)
+        return spellings.spelled(language, name, dtype, operands)
     if node.kwargs:
         raise NoSpelling(f"{target} with {', '.join(node.kwargs)}")
     operands = [operand(value) for value in node.args]
-    return spelled(language, name, dtype, operands, is_number=is_number)
+    return spellings.spelled(language, name, dtype, operands, is_number=is_number)

@@ -107,29 +107,11 @@ from collage_fx.numerics import (
     format_named,
     is_low_precision,
 )
-from collage_fx.state import wide_state
+from collage_fx.state import error_terms, optimizers, wide_state
 from collage_fx.state.claims import Claims, some
-from collage_fx.state.error_terms import (
-    ErrorTermRecord,
-    ensure_record,
-    fill,
-    has_error_terms,
-    memory_of_records,
-    note_new,
-    record_of,
-    reset_error_terms,
-)
+from collage_fx.state.error_terms import ErrorTermRecord
 from collage_fx.state.fingerprints import BYTES, ROWS, chunk_on, differences, fingerprint, number_in, table_of
-from collage_fx.state.optimizers import (
-    KnownTensor,
-    known_tensors,
-    optimizers_among,
-    parameter_names,
-    shared_tensors,
-    state_tensors,
-    without_own_methods,
-    wrap_own_method,
-)
+from collage_fx.state.optimizers import KnownTensor
 from collage_fx.state.packed import decoded, is_packed
 from collage_fx.state.replaced_state import format_before, note_held
 from collage_fx.torch_compat import (
@@ -256,13 +238,15 @@ def note_compiled(optimizer: Optimizer) -> None:
         if (tensor := reference()) is None:
             continue
         if (before := format_before(name, optimizer)) is not None:  # torch has replaced this state tensor
-            ensure_record(tensor, before, name=name)
-        record = record_of(tensor)
+            error_terms.ensure_record(tensor, before, name=name)
+        record = error_terms.record_of(tensor)
         if record is None or not record.holds_more or record.is_whole or is_packed(tensor):
             continue  # it needs no error terms, or its whole value has been loaded since
         if wider is not None:
             with real_tensors():
-                fill(record, tensor, (_as_loaded(tensor, wider) - local_tensor(tensor.detach())).float())
+                error_terms.fill(
+                    record, tensor, (_as_loaded(tensor, wider) - local_tensor(tensor.detach())).float()
+                )
         elif record.format.keeps_error:
             missing.append(name)
     _warn_of_missing(type(optimizer), missing)
@@ -316,7 +300,7 @@ def _is_torchs_layout(state_dict: Mapping[str, Any]) -> bool:
 
 def _numbered(optimizer: Optimizer) -> StateDict:
     """Return an optimizer's state with numbers in the place of parameters, as torch's state dict has them."""
-    numbers = {id(parameter): i for i, (_, parameter) in enumerate(parameter_names(optimizer))}
+    numbers = {id(parameter): i for i, (_, parameter) in enumerate(optimizers.parameter_names(optimizer))}
     state = {numbers.get(id(key), key): value for key, value in optimizer.state.items()}
     groups = [{**each, "params": [numbers[id(p)] for p in each["params"]]} for each in optimizer.param_groups]
     return {"state": state, "param_groups": groups}
@@ -341,7 +325,7 @@ def _after_save(optimizer: Optimizer, saved: StateDict) -> StateDict:
         }
         if unchanged or ours:  # a new dictionary, as the one in ``saved`` is the optimizer's own
             state[key] = {**_as_dictionary(state.get(key)), **unchanged, **ours}
-    shared = dict(_keyed_auxiliaries(shared_tensors(optimizer.param_groups, optimizer.state)))
+    shared = dict(_keyed_auxiliaries(optimizers.shared_tensors(optimizer.param_groups, optimizer.state)))
     along = _along(optimizer, PREFIX)
     return {**saved, "state": state, **({SHARED: shared} if shared else {}), **along}
 
@@ -360,7 +344,7 @@ def _keyed_auxiliaries(
     fingerprint. A byte is exact in each dtype.
     """
     for name, tensor in tensors:
-        if (record := record_of(tensor)) is not None and record.is_current:
+        if (record := error_terms.record_of(tensor)) is not None and record.is_current:
             record.settle_written()
             specs, is_state = record.format.auxiliaries(tensor), are_flat and record.format.keeps_hi
             for spec, auxiliary in zip(specs, record.auxiliaries, strict=True):
@@ -384,10 +368,10 @@ def _fingerprint_of(tensor: Tensor, record: ErrorTermRecord, *, earlier: bool = 
 def _warn_unsaved(optimizer: Optimizer) -> None:
     """Warn of error terms that a state dict does not hold, as their tensors are attributes."""
     attributes = {n: each for n, each in vars(optimizer).items() if n not in ("state", "param_groups")}
-    with_inner = {"self": optimizer, **optimizers_among(vars(optimizer))}
-    held = {id(entry.tensor) for entry in known_tensors(with_inner).values()}
-    for name, tensor in state_tensors(attributes):
-        if id(tensor) not in held and has_error_terms(tensor):
+    with_inner = {"self": optimizer, **optimizers.optimizers_among(vars(optimizer))}
+    held = {id(entry.tensor) for entry in optimizers.known_tensors(with_inner).values()}
+    for name, tensor in optimizers.state_tensors(attributes):
+        if id(tensor) not in held and error_terms.has_error_terms(tensor):
             warn(
                 f"the error terms of {type(optimizer).__name__}.{name} are not in its "
                 "state_dict (it holds what is in param_groups and state); they start from zero once loaded"
@@ -403,7 +387,7 @@ def _taken_apart(optimizer: Optimizer) -> Any:
         return reduced
     make, args, state, *rest = reduced
     if isinstance(state, dict):
-        state = without_own_methods(without_own_step(state).items())
+        state = optimizers.without_own_methods(without_own_step(state).items())
         for name, hooks in state.items():
             if name.startswith("_optimizer_") and isinstance(hooks, dict):  # the copy has ours anew
                 modules = {i: str(getattr(hook, "__module__", "")) for i, hook in hooks.items()}
@@ -419,9 +403,9 @@ _reducers: dict[type[Optimizer], Callable[[Any], Any] | None] = {}
 def _carried(optimizer: Optimizer) -> StateDict:
     pickled: list[PickledRecord | PickledWider] = [
         PickledRecord(entry.tensor, record.format.name, _as_saved(entry.tensor, record), record.claim)
-        for entry in known_tensors({"self": optimizer}).values()
+        for entry in optimizers.known_tensors({"self": optimizer}).values()
         if entry.role is not Role.GRADIENT
-        and (record := record_of(entry.tensor)) is not None
+        and (record := error_terms.record_of(entry.tensor)) is not None
         and record.is_current
     ]
     pickled += _still_wider(optimizer)
@@ -470,14 +454,17 @@ def _set_state(optimizer: Any, state_and_ours: tuple[Any, StateDict]) -> None:
 def _give(optimizer: Optimizer, along: StateDict) -> None:
     """Restore the content that :func:`_carried` took from an optimizer, in a copy of the optimizer."""
     pickled: Sequence[PickledRecord | PickledWider] = along.get(SHARED, ())
-    known, claims = known_tensors({"self": optimizer} if pickled else {}), _claims_in(type(optimizer))
+    known, claims = (
+        optimizers.known_tensors({"self": optimizer} if pickled else {}),
+        _claims_in(type(optimizer)),
+    )
     for each in pickled:
         if isinstance(each, PickledWider):
             waiting = _Waiting(each.name, TensorWeakRef(each.tensor), each.wider)
             files_of(optimizer).waiting.append(waiting)
             continue
         name = f"{type(optimizer).__name__} in a pickle"
-        record = ensure_record(each.tensor, _known_format(each.format_name, name), name=name)
+        record = error_terms.ensure_record(each.tensor, _known_format(each.format_name, name), name=name)
         specs = record.format.auxiliaries(local_tensor(each.tensor))
         counts = (_saved_zero(),)[: len(specs) - len(each.auxiliaries)]
         saved = (*each.auxiliaries, *counts)  # earlier versions had no count in exact
@@ -647,7 +634,7 @@ def adopt(optimizer: Optimizer) -> None:
     Raises:
         CheckpointMismatchError: the entries do not fit; nothing has been changed then.
     """
-    for each in (optimizer, *optimizers_among(vars(optimizer)).values()):
+    for each in (optimizer, *optimizers.optimizers_among(vars(optimizer)).values()):
         is_new = not files_of(each).is_adopted
         if is_new:
             _register(each)
@@ -662,7 +649,7 @@ def adopted_by_storage() -> dict[int, list[KnownTensor]]:
     """Map storages to the low-precision parameters and states, not packed, of all adopted optimizers."""
     found: dict[int, list[KnownTensor]] = {}
     adopted = (each for each, files in records.all_of(Files) if files.is_adopted)
-    for known in (known for each in adopted for known in known_tensors({"self": each}).values()):
+    for known in (known for each in adopted for known in optimizers.known_tensors({"self": each}).values()):
         is_low = known.role is not Role.GRADIENT and is_low_precision(known.tensor.dtype)
         if is_low and not is_packed(known.tensor) and has_storage(piece := local_tensor(known.tensor)):
             found.setdefault(storage_of(piece), []).append(known)
@@ -671,8 +658,8 @@ def adopted_by_storage() -> dict[int, list[KnownTensor]]:
 
 def _register(optimizer: Optimizer) -> None:
     files_of(optimizer).is_adopted = True
-    wrap_own_method(optimizer, "state_dict", _save_by_own)
-    wrap_own_method(optimizer, "load_state_dict", _load_by_own)
+    optimizers.wrap_own_method(optimizer, "state_dict", _save_by_own)
+    optimizers.wrap_own_method(optimizer, "load_state_dict", _load_by_own)
     try:
         optimizer.register_state_dict_post_hook(_after_save, prepend=True)
     except AttributeError:  # of a class that does not call Optimizer.__init__: torch saves and loads none
@@ -721,15 +708,15 @@ def _contents(optimizer: Optimizer) -> StateDict:
 
 def _new_names(optimizer: Optimizer) -> list[str] | None:
     """Return the names of the tensors of which no step has chosen yet whether they keep their error terms."""
-    known = known_tensors({"self": optimizer}).values()
-    records = ((each.name, record_of(each.tensor)) for each in known)
+    known = optimizers.known_tensors({"self": optimizer}).values()
+    records = ((each.name, error_terms.record_of(each.tensor)) for each in known)
     return [name for name, record in records if record is not None and record.is_new] or None
 
 
 def _note_new(optimizer: Optimizer, names: Sequence[str]) -> None:
-    for each in known_tensors({"self": optimizer}).values():
+    for each in optimizers.known_tensors({"self": optimizer}).values():
         if each.name in names:
-            note_new(each.tensor)
+            error_terms.note_new(each.tensor)
 
 
 carry_along(PREFIX + "new", _new_names, _note_new)
@@ -758,7 +745,9 @@ def _note_left_out(optimizer: Optimizer) -> None:
         files.waiting = [
             _Waiting(name, TensorWeakRef(tensor), None)
             for (key, _), name, tensor in _held(optimizer, contents)
-            if loaded.get(key, key is None) and is_low_precision(tensor.dtype) and record_of(tensor) is None
+            if loaded.get(key, key is None)
+            and is_low_precision(tensor.dtype)
+            and error_terms.record_of(tensor) is None
         ]
 
 
@@ -810,7 +799,7 @@ def _saved_zero() -> Tensor:
 def _drop_present_formats(optimizer: Optimizer, plain: StateDict, saved: Saved) -> None:
     """Drop entries of the optimizer's formats, which torch's ``set_optimizer_state_dict`` adds to others."""
     for owner, _, tensor in _held(optimizer, plain):
-        auxiliaries, record = saved.get(owner, {}), record_of(tensor)
+        auxiliaries, record = saved.get(owner, {}), error_terms.record_of(tensor)
         if record is not None and len({name for name, _ in auxiliaries}) > 1:
             saved[owner] = {key: each for key, each in auxiliaries.items() if key[0] != record.format.name}
 
@@ -843,7 +832,7 @@ def _refuse_mismatches(
 def _refuse_damaged(optimizer: Optimizer, plain: StateDict, saved: Saved) -> None:
     """Raise before anything is loaded if packed state has not the bytes that were saved."""
     for owner, where, tensor in _held(optimizer, plain, in_file=True):
-        auxiliaries, record = saved.get(owner, {}), record_of(tensor)
+        auxiliaries, record = saved.get(owner, {}), error_terms.record_of(tensor)
         is_of_file = is_packed(tensor) and owner[1] != PARAMETER_SLOT
         if record is None or not is_of_file or all(name != FINGERPRINT for _, name in auxiliaries):
             continue
@@ -928,7 +917,7 @@ def _mismatch(met: str, where: str) -> CheckpointMismatchError:
 def _restore(optimizer: Optimizer, load: _Load) -> None:
     """Put saved error terms beside the loaded tensors; live error terms become zero if none are saved."""
     plain, saved = load.plain, load.saved
-    kind, in_use = type(optimizer), memory_of_records()
+    kind, in_use = type(optimizer), error_terms.memory_of_records()
     claims, of_state = _claims_in(kind), _claims_in(kind)
     filed = {owner: tensor for owner, _, tensor in _held(optimizer, plain, in_file=True)}
     # Parameters for which torch uses the checkpoint's state tensors, not copies.
@@ -940,7 +929,7 @@ def _restore(optimizer: Optimizer, load: _Load) -> None:
     waiting, unused, missing = list[_Waiting](), list[str](), list[str]()
     has_terms = any(slot == PARAMETER_SLOT for _, slot in saved)
     for owner, name, tensor in _held(optimizer, plain):
-        live, auxiliaries, wider = record_of(tensor), saved.get(owner), filed.get(owner)
+        live, auxiliaries, wider = error_terms.record_of(tensor), saved.get(owner), filed.get(owner)
         if wider is not None and (not wider.is_floating_point() or is_low_precision(wider.dtype)):
             wider = None
         if (
@@ -1091,12 +1080,12 @@ def _put_beside(
     They are used, not copied, if they are not in the storages ``in_use``, and added there; None to copy all.
     """
     error_format = _known_format(_format_name(auxiliaries), name)
-    if (live := record_of(hi)) is not None and live.format is not error_format:
-        reset_error_terms(hi)
+    if (live := error_terms.record_of(hi)) is not None and live.format is not error_format:
+        error_terms.reset_error_terms(hi)
     loaded = _loaded_buffers(error_format.auxiliaries(hi), auxiliaries, hi)
     memory = {storage_of(each) for each in loaded}
     is_taken_over = in_use is not None and in_use.isdisjoint(memory)
-    record = ensure_record(hi, error_format, name=name, buffers=loaded if is_taken_over else None)
+    record = error_terms.ensure_record(hi, error_format, name=name, buffers=loaded if is_taken_over else None)
     record.replace_contents(loaded)
     if in_use is not None:
         in_use |= memory
@@ -1235,7 +1224,9 @@ def _warn_of_checkpoint(kind: type[Optimizer], holds: str) -> None:
 def _keyed_parameters(optimizer: Optimizer, state_dict: StateDict) -> Iterator[tuple[Any, str, Tensor]]:
     """Yield ``(key in the state dict, name, parameter)`` for every parameter that both sides have."""
     # Not strict: torch checks the lengths, with its own message.
-    for key, (name, parameter) in zip(_keys_in(state_dict), parameter_names(optimizer), strict=False):
+    for key, (name, parameter) in zip(
+        _keys_in(state_dict), optimizers.parameter_names(optimizer), strict=False
+    ):
         yield key, name, parameter
 
 
@@ -1247,7 +1238,7 @@ def _held(
     for key, name, parameter in _keyed_parameters(optimizer, state_dict):
         for slot, tensor in _slots(parameter, held["state"].get(key if in_file else parameter)):
             yield (key, slot), f"{name}.{slot}", tensor
-    for name, tensor in shared_tensors(held["param_groups"], held["state"]):
+    for name, tensor in optimizers.shared_tensors(held["param_groups"], held["state"]):
         yield (None, name), name, tensor
 
 
@@ -1259,4 +1250,4 @@ def _slots(parameter: Tensor, state: Any) -> Iterator[tuple[str, Tensor]]:
 
 def _state_slots(state: Any) -> Iterator[tuple[str, Tensor]]:
     """Yield the tensors of one parameter's state, none of them in the slot of the parameter."""
-    return state_tensors(state, taken=[PARAMETER_SLOT])
+    return optimizers.state_tensors(state, taken=[PARAMETER_SLOT])

@@ -38,23 +38,11 @@ import torch
 from torch import Tensor
 from torch.utils.weak import TensorWeakRef, WeakIdKeyDictionary, WeakIdRef, WeakTensorKeyDictionary
 
+from collage_fx import errors, numerics
 from collage_fx.codegen import are_halves, decode_blocks, has_fast_passes, join_halves
-from collage_fx.errors import (
-    CheckpointMismatchError,
-    ConflictingErrorFormatError,
-    UnsupportedTensorError,
-    warn,
-)
+from collage_fx.errors import CheckpointMismatchError, ConflictingErrorFormatError, UnsupportedTensorError
 from collage_fx.graph import is_dense
-from collage_fx.numerics import (
-    ERROR_FORMATS,
-    AuxiliarySpec,
-    ErrorFormat,
-    Exact,
-    Weights,
-    format_named,
-    is_low_precision,
-)
+from collage_fx.numerics import AuxiliarySpec, ErrorFormat, Exact, Weights
 from collage_fx.state.fingerprints import bits_of
 from collage_fx.state.host_twins import host_twin, update_twin, uploading
 from collage_fx.state.packed import is_packed, move_packed, pack, unpack
@@ -89,7 +77,7 @@ _RECORDS = _Records()
 next_event = itertools.count().__next__
 
 #: Format of error terms that ``assign`` makes for a parameter.
-_DEFAULT = ERROR_FORMATS["exact"]
+_DEFAULT = numerics.ERROR_FORMATS["exact"]
 
 #: Number of elements that are converted at a time.
 PART = 1 << 20
@@ -266,7 +254,7 @@ class ErrorTermRecord:
         """Warn, once, that the program has written to a packed weight between two steps."""
         if self.accepted != version_of(tensor) and not self.is_told:
             self.is_told = True
-            warn(
+            errors.warn(
                 f"{name}: written to between two steps, by something else than the step. What was written "
                 f"has the bits of {self.dtype}; other elements keep theirs. To write a value with all its "
                 "bits, call collage_fx.assign(parameter, value); to read one, "
@@ -454,7 +442,7 @@ def ensure_record(
             found.is_passing &= is_passing
             return found
         if tensor in _BY_OBJECT:
-            warn(
+            errors.warn(
                 f"{name} has changed its dtype or shape (now {tensor.dtype}, "
                 f"{tuple(tensor.shape)}); its error terms start again from zero"
             )
@@ -503,7 +491,7 @@ def packed_tensor(
     Raises:
         CheckpointMismatchError: the auxiliaries do not fit such a tensor.
     """
-    error_format = format_named(format_name)
+    error_format = numerics.format_named(format_name)
     hi = torch.empty_strided(tuple(shape), tuple(stride), dtype=dtype, device="meta")
     if why_not := _why_no_packed_tensor(error_format, hi, saved):
         raise CheckpointMismatchError(
@@ -531,7 +519,7 @@ def _why_no_packed_tensor(error_format: ErrorFormat | None, hi: Tensor, saved: S
     """Return why saved auxiliaries do not make a packed tensor; empty if they do."""
     if error_format is None or error_format.keeps_hi:
         return "a format that is not registered: import the module that has it"
-    if not (is_low_precision(hi.dtype) or hi.dtype is torch.float32):
+    if not (numerics.is_low_precision(hi.dtype) or hi.dtype is torch.float32):
         return f"a dtype of {hi.dtype}"
     if why_not := error_format.why_not(hi):
         return f"a tensor of which {why_not}"
@@ -813,7 +801,7 @@ def assign(tensor: Tensor, value: Tensor | float) -> None:
     given = torch.as_tensor(value)
     own, theirs = record_of(tensor), record_of(given)
     with torch.no_grad():
-        if isinstance(tensor, torch.nn.Parameter) and own is None and is_low_precision(tensor.dtype):
+        if isinstance(tensor, torch.nn.Parameter) and own is None and numerics.is_low_precision(tensor.dtype):
             wanted = theirs.format if theirs is not None and theirs.format.keeps_error else _DEFAULT
             own = ensure_record(tensor, wanted, name="assign")
         if own is not None and own is theirs:

@@ -35,18 +35,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils.weak import TensorWeakRef
 
+from collage_fx import torch_compat
 from collage_fx.errors import InvalidOptionError, UnsupportedTensorError
 from collage_fx.numerics import define_operator, is_low_precision
 from collage_fx.state import full_value, has_error_terms
-from collage_fx.torch_compat import (
-    distributed_like,
-    local_tensor,
-    pytree,
-    records,
-    sharding_of,
-    storage_of,
-    whole_tensor,
-)
 
 
 def full_precision_forward(
@@ -104,7 +96,7 @@ class FullPrecisionForward:
             own = dict(module.named_parameters(recurse=False, remove_duplicate=False))
             twin = _twin_of(module, tuple(own), output_dtype, getattr(forward, "__func__", None))
             vars(module)["forward"] = twin.full_precision_forward
-            records.put(module, _Chosen({name: TensorWeakRef(p) for name, p in own.items()}))
+            torch_compat.records.put(module, _Chosen({name: TensorWeakRef(p) for name, p in own.items()}))
 
     def __repr__(self) -> str:
         kinds = ", ".join(sorted({type(module).__name__ for module in self.modules}))
@@ -180,7 +172,7 @@ def _restore(module: nn.Module) -> None:
         del vars(module)["forward"]
     else:
         vars(module)["forward"] = MethodType(twin.replaced, module)
-    records.drop(module, _Chosen)
+    torch_compat.records.drop(module, _Chosen)
 
 
 class _Twin(nn.Module):
@@ -206,19 +198,21 @@ class _Twin(nn.Module):
         """Compute the module's forward in float32."""
         parameter = getattr(self.original, self.names[0])
         plain = not kwargs and all(map(_is_float, args))  # as norms and heads are called; others take longer
-        leaves = args if plain else pytree.tree_leaves((args, kwargs))
+        leaves = args if plain else torch_compat.pytree.tree_leaves((args, kwargs))
         dtype = self.output_dtype or next(filter(_is_float, leaves), parameter).dtype
         if plain:
             args = tuple(map(_widened, args))
         else:
-            args, kwargs = pytree.tree_map(_widened, (args, kwargs))
+            args, kwargs = torch_compat.pytree.tree_map(_widened, (args, kwargs))
         if torch.is_autocast_enabled(parameter.device.type):
             with torch.autocast(parameter.device.type, enabled=False):
                 output = self.compute(*args, **kwargs)
         else:
             output = self.compute(*args, **kwargs)
         narrowed = functools.partial(_narrowed, dtype=dtype)
-        return narrowed(output) if isinstance(output, Tensor) else pytree.tree_map(narrowed, output)
+        return (
+            narrowed(output) if isinstance(output, Tensor) else torch_compat.pytree.tree_map(narrowed, output)
+        )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _Twin:
         return _twin_of(copy.deepcopy(self.original, memo), *self.facts)
@@ -277,9 +271,9 @@ def _full_precision_of(twin: _Twin, name: str) -> Tensor:
     if not isinstance(parameter, nn.Parameter) and _is_distributed():
         met = "another tensor stands for the parameter in the forward pass, as in FSDP1"
         raise UnsupportedTensorError(met, where=name, remedy="shard the model with fully_shard (FSDP2)")
-    if sharding_of(parameter) is None:
+    if torch_compat.sharding_of(parameter) is None:
         return FULL_PRECISION(parameter)
-    return distributed_like(parameter, FULL_PRECISION(cast(Any, parameter).to_local()))
+    return torch_compat.distributed_like(parameter, FULL_PRECISION(cast(Any, parameter).to_local()))
 
 
 class _Chosen(dict[str, TensorWeakRef]):
@@ -299,8 +293,8 @@ def _full_value(parameter: Tensor) -> Tensor:
     value = full_value(owner, torch.float32)
     if owner is parameter:
         return value
-    on_device = distributed_like(owner, local_tensor(value).to(parameter.device))
-    return whole_tensor(on_device).contiguous()
+    on_device = torch_compat.distributed_like(owner, torch_compat.local_tensor(value).to(parameter.device))
+    return torch_compat.whole_tensor(on_device).contiguous()
 
 
 def _is_distributed() -> bool:
@@ -313,24 +307,24 @@ def _owner_of(parameter: Tensor) -> Tensor:
     if not _is_distributed() or has_error_terms(parameter):
         return parameter
     storage = parameter.untyped_storage()
-    found = records.find(storage, _Gathered)
+    found = torch_compat.records.find(storage, _Gathered)
     if found is None:
-        found = records.put(storage, _Gathered(_sharded(storage_of(parameter))))
+        found = torch_compat.records.put(storage, _Gathered(_sharded(torch_compat.storage_of(parameter))))
     return parameter if found.shards is None else _alive(found.shards)
 
 
 def _sharded(storage: int) -> TensorWeakRef | None:
     """Return the shards of the chosen module's parameter that was gathered into a storage; None if whole."""
-    for module, chosen in records.all_of(_Chosen):
+    for module, chosen in torch_compat.records.all_of(_Chosen):
         for name, now in module.named_parameters(recurse=False, remove_duplicate=False):
-            if name not in chosen or storage_of(local_tensor(now)) != storage:
+            if name not in chosen or torch_compat.storage_of(torch_compat.local_tensor(now)) != storage:
                 continue
             before = _alive(chosen[name])
             if before is now:
                 return None
-            if sharding_of(before) is None:
+            if torch_compat.sharding_of(before) is None:
                 raise _replaced(name)
-            if sharding_of(now) is not None:
+            if torch_compat.sharding_of(now) is not None:
                 met = "a parameter that both FSDP2 and tensor parallelism have sharded"
                 remedy = "choose modules whose parameters only one of the two shards"
                 raise UnsupportedTensorError(met, where=name, remedy=remedy)
