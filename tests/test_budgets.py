@@ -17,7 +17,7 @@ from torch.nn import Parameter
 from collage_fx import CollageBackend, explain, full_value, install
 from collage_fx.errors import InvalidOptionError
 from collage_fx.options.budgets import BUDGETS, TOLERANCE, Budget, frontier
-from collage_fx.state import bytes_held, known_tensors
+from collage_fx.state import bytes_held, held_per_parameter, known_tensors
 from collage_fx.state.error_terms import record_of
 from tests.support.memory import left, peak
 from tests.support.rules import PULLS, WEIGHTS
@@ -240,6 +240,49 @@ def test_state_that_is_wider_counts(budget: float, error_format: str) -> None:
     found = record_of(params[0])
     assert found is not None
     assert found.format.name == error_format
+
+
+class Anchored(torch.optim.Optimizer):
+    """Weights are drawn to where they began, which the step only reads."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for p in self.param_groups[0]["params"]:
+            begin = self.state[p].setdefault("begin", p.clone())
+            p.add_(begin - p, alpha=1e-3).add_(p.grad, alpha=-1e-3)
+
+
+def test_state_that_is_only_read_counts() -> None:
+    """With its error terms, as it is a copy of whole weights."""
+    params = parameters(shapes=SHAPES)
+    optimizer = install(Anchored(params), bytes_per_parameter=6)
+    run_steps(optimizer.step, params, range(3))
+    assert held_per_parameter(optimizer) == pytest.approx(6, rel=TOLERANCE)
+    params = parameters(shapes=SHAPES)
+    optimizer = install(Anchored(params), bytes_per_parameter=4.1)
+    with pytest.raises(InvalidOptionError, match=r"where this step takes 5\.0\d at least"):
+        run_steps(optimizer.step, params, range(3))
+
+
+@pytest.mark.parametrize("budget", [4.1, 5.1, 6])
+def test_a_limit_holds_for_each_graph_of_a_step(budget: float) -> None:
+    """Momentum is not packed any more once its decay changes: weights are."""
+    params = parameters(shapes=SHAPES)
+    optimizer = install(momentum(params), bytes_per_parameter=budget)
+    formats = []
+    for step in range(6):
+        optimizer.param_groups[0]["momentum"] = 0.9 if step < 3 else 0.95
+        run_steps(optimizer.step, params, [step])
+        held = bytes_held(each.tensor for each in known_tensors({"": optimizer}).values())
+        gradients = sum(p.nbytes for p in params)
+        each = (held - gradients) / sum(p.numel() for p in params)
+        assert step == 0 or each <= budget * (1 + TOLERANCE)  # what the first step makes, the second counts
+        record = record_of(params[0])
+        formats.append(record and record.format.name)
+    assert formats[1:4:2] == {4.1: ["byte", "int16x32"], 5.1: ["byte"] * 2, 6: ["exact"] * 2}[budget]
 
 
 def test_wider_state_that_is_too_large_is_refused() -> None:

@@ -748,13 +748,20 @@ class Compilation:
         for optimizer in self.optimizers.values():
             known = self.backend.budgets.get(optimizer, self.budgets)
             # Most optimizers make their state in the first step, which holds less.
-            self.budgets = max(known, self.budgets, key=lambda each: each[-1].bytes)
+            if known[-1].bytes >= budgets[-1].bytes and self._is_within(known[0], budgets):
+                self.budgets = known
             self.backend.budgets[optimizer] = self.budgets
         program = self.budgets[0].applied_to(program)
         for record in records:
-            if record.format is not program.error_format and self.optimizers:
+            if self.optimizers and (program.weights or record.format is not program.error_format):
                 record.is_used = False  # used by a step that held less: converted now
         return program
+
+    def _is_within(self, budget: Budget, budgets: Sequence[Budget]) -> bool:
+        """Return whether a step that has these budgets is within the limit with the options of another."""
+        limit = self.options.bytes_per_parameter
+        held = [each.bytes for each in budgets if each.rank() == budget.rank()]
+        return not isinstance(limit, float | int) or all(each <= limit * (1 + TOLERANCE) for each in held)
 
     def _others_of(self, program: graph.StepProgram) -> list[Optimizer]:
         """Return other optimizers, an inner one say, whose steps have a budget for the same parameters."""

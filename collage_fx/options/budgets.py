@@ -170,8 +170,8 @@ def frontier(budgets: Sequence[Budget]) -> list[Budget]:
     return best
 
 
-def _wider_state(program: StepProgram) -> int:
-    """Sum the bytes of float32 and float64 state that no budget changes: it is not among ``program.states``.
+def _other_state(program: StepProgram) -> int:
+    """Sum the bytes of state that no budget changes: wider, or only read. It is not in ``program.states``.
 
     State of float64 parameters is not counted, and neither are numbers (0-d), nor any state in the parts of a
     recorded step, which cannot be told from values that one part hands to another.
@@ -180,15 +180,16 @@ def _wider_state(program: StepProgram) -> int:
         return 0
     counted = {state.position for state in program.states}
     inputs = [
-        (program.infos[copy], value)
+        (program.infos[copy], i, value)
         for i, node in enumerate(placeholders(program.gm.graph))
-        if (value := tensor_value(node)) is not None and value.dim() and not is_low_precision(value.dtype)
-        for copy in (program.repetition.copies[i] if i not in counted else ())
+        if i not in counted and (value := tensor_value(node)) is not None and value.dim()
+        for copy in program.repetition.copies[i]
     ]
-    wider = {info.name for info, _ in inputs if info.role is Role.PARAMETER}
+    parameters = ((info.name, value) for info, _, value in inputs if info.role is Role.PARAMETER)
+    wider = {name for name, value in parameters if not is_low_precision(value.dtype)}
     return sum(
-        value.nbytes
-        for info, value in inputs
+        value.nbytes + (program.error_format.nbytes(value) if i in program.already_compensated else 0)
+        for info, i, value in inputs
         if info.role is Role.STATE and wider.isdisjoint(accumulate(info.name.split("."), "{}.{}".format))
     )
 
@@ -198,7 +199,7 @@ def _bytes(program: StepProgram) -> float:
 
     Gradients, which some steps overwrite, count with their error terms alone.
     """
-    elements, held = 0, _wider_state(program)
+    elements, held = 0, _other_state(program)
     for state in program.states:
         copies, value = len(program.repetition.copies[state.position]), state.value
         fmt = state.chosen_format
