@@ -165,6 +165,8 @@ def test_worse_is_told_from_other(capsys: pytest.CaptureFixture[str]) -> None:
         "error": ("0.012 (83×)", "nan (nan×)", "inf (0×)"),
         "error_8": ("0.02 (50×) silently plain {x}", "fails {x}", "0.03 (33×) inaccurate {x}"),
         "bytes": ("10.1",),
+        "bytes_8": ("8.3", "11"),
+        "bytes_5": ("5.2",),
         "other_shapes": ("0.02 (50×) {x}", "fails {ValueError: x}", "0.010 (99×) inaccurate {x}"),
         "resumed": ("differs {2 tensors, p first}", "fails {KeyError}", "refused {x}"),
         "outcome": ("refused {x}; fails {x}", "silently plain {y}"),
@@ -172,6 +174,7 @@ def test_worse_is_told_from_other(capsys: pytest.CaptureFixture[str]) -> None:
     assert worse(line, replace(line, **other)) == []
     assert worse(line, replace(line, **better)) == []
     assert worse(replace(line, resumed=NOT_TRIED), replace(line, resumed="fails {x}")) == []
+    assert worse(replace(line, bytes_5=""), replace(line, bytes_5="5.16")) == []
     for cell, values in bad.items():
         for value in values:
             assert len(worse(line, replace(line, **{cell: value}))) == 1, (cell, value)

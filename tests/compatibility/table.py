@@ -15,6 +15,7 @@ from dataclasses import asdict, dataclass, fields
 
 import torch
 
+from collage_fx.options.budgets import TOLERANCE
 from collage_fx.tools.audit import COMPENSATED, INACCURATE, REFUSED, UNSUPPORTED, Measurement, falls_short
 from tests.compatibility.catalog import BUDGETS, ON_OTHER_SHAPES, RESUMED, Row
 
@@ -136,6 +137,9 @@ ERRORS = ("plain", "single", "error", "error_8", "error_5", "other_shapes")
 #: Cells of which a row gets worse, and outcomes from good to bad, as the cells begin.
 GRADED = ("error", "error_8", "error_5", "bytes", "bytes_8", "bytes_5", "other_shapes", "resumed", "outcome")
 GRADES = (SAME_BITS, COMPENSATED, UNSUPPORTED, REFUSED, INACCURATE)
+
+#: Bytes that a cell may have.
+LIMITS = {"bytes_8": 8.0, "bytes_5": 5.1}
 
 #: An error, and how many times as large plain's is.
 _ERROR = re.compile(r"(?:< )?([\d.]+(?:e[-+]\d+)?|nan|inf)(?: \([^)]*×\))?")
@@ -299,12 +303,16 @@ def worse(written: Line, measured: Line) -> list[str]:
     """The cells of a measured line that are worse than those of a written one, beyond noise.
 
     Worse is: an outcome that stands later in :data:`GRADES` (all others stand behind), a larger error with
-    the same outcome, more bytes.
+    the same outcome, more bytes, and more of them than the limit that was given.
     """
     found = []
     for name in GRADED:
         old, new = getattr(written, name), getattr(measured, name)
-        if NOT_TRIED in (old, new) or old == new or (name in ERRORS and _same_error(old, new)):
+        if error_in(new) > LIMITS.get(name, math.inf) * (1 + TOLERANCE):
+            found.append(f"{name}: {new} are held, beyond the limit")
+            continue
+        was_refused = name in LIMITS and not old
+        if NOT_TRIED in (old, new) or old == new or was_refused or (name in ERRORS and _same_error(old, new)):
             continue
         before, after = _grade(old), _grade(new)
         if after > before or (after == before and error_in(new) > error_in(old)):
