@@ -171,6 +171,7 @@ README_ROWS = {
     "**default**": ("plus", None),
     "`bytes_per_parameter=8`": ("8 bytes", None),
     "`bytes_per_parameter=5.1`": ("5.1 bytes", None),
+    "`bytes_per_parameter=4.1`": ("4.1 bytes", None),
     "fp32 masters": ("fp32 master", 14.0),
 }
 
