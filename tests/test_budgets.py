@@ -267,6 +267,27 @@ def test_state_that_is_only_read_counts() -> None:
         run_steps(optimizer.step, params, range(3))
 
 
+class Unused(torch.optim.Optimizer):
+    """It makes momentum, and reads none, as pytorch_optimizer's SM3 without momentum."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for p in self.param_groups[0]["params"]:
+            if not self.state[p]:
+                self.state[p] = {"momentum": torch.zeros_like(p), "count": torch.zeros_like(p)}
+            p.addcdiv_(p.grad, self.state[p]["count"].add_(1), value=-1e-3)
+
+
+def test_state_that_a_step_does_not_touch_counts() -> None:
+    params = parameters(shapes=SHAPES)
+    optimizer = install(Unused(params), bytes_per_parameter=7)
+    run_steps(optimizer.step, params, range(3))
+    assert held_per_parameter(optimizer) == pytest.approx(7, rel=TOLERANCE)
+
+
 @pytest.mark.parametrize("budget", [4.1, 5.1, 6])
 def test_a_limit_holds_for_each_graph_of_a_step(budget: float) -> None:
     """Momentum is not packed any more once its decay changes: weights are."""

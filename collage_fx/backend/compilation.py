@@ -740,7 +740,7 @@ class Compilation:
         if is_beside:
             budgets = [budget for budget in budgets if held.issuperset(budget.formats)] or budgets
         others = self._others_of(program)
-        budgets = self._budgets_beside(others, budgets)
+        budgets = self._budgets_beside(others, budgets, program)
         self.budgets = (
             self._best_budget(budgets, takes_least=is_beside, others=self.backend.label(others)),
             *budgets,
@@ -773,17 +773,24 @@ class Compilation:
             if mine and other not in mine and any(id(p) in met for _, p in state.parameter_names(other))
         ]
 
-    def _budgets_beside(self, others: Sequence[Optimizer], budgets: list[Budget]) -> list[Budget]:
-        """Return the budgets with the formats of other optimizers' steps; bytes include their state."""
-        if not others:
-            return budgets
-        used = set[str]().union(*(self.backend.budgets[other][0].formats for other in others))
-        known = state.known_tensors({str(i): other for i, other in enumerate(others)})
-        theirs = [each for key, each in known.items() if key not in self.known]
-        held = state.bytes_held(each.tensor for each in theirs if each.role is graph.Role.STATE)
-        elements = sum(each.tensor.numel() for each in known.values() if each.role is graph.Role.PARAMETER)
-        beside = [each for each in budgets if used.issuperset(each.formats)] or budgets
-        return [replace(each, bytes=each.bytes + held / elements) for each in beside]
+    def _budgets_beside(
+        self, others: Sequence[Optimizer], budgets: list[Budget], program: graph.StepProgram
+    ) -> list[Budget]:
+        """Return the budgets with the formats of other optimizers' steps, if there are others.
+
+        Their bytes include state of the same parameters that this step does not touch, of any optimizer.
+        """
+        optimizers, met = [*self.optimizers.values(), *others], {id(info.tensor) for info in program.infos}
+        named = (each for optimizer in optimizers for each in state.parameter_names(optimizer))
+        stepped = {id(p): p for _, p in named if id(p) in met}.values()
+        states = (state.state_tensors(each.state.get(p)) for each in optimizers for p in stepped)
+        left = {id(t): t for found in states for _, t in found if id(t) not in met and t.dim()}
+        held = state.bytes_held(t for t in left.values() if not torch_compat.is_wrapper(local_tensor(t)))
+        if others:
+            used = set[str]().union(*(self.backend.budgets[other][0].formats for other in others))
+            budgets = [each for each in budgets if used.issuperset(each.formats)] or budgets
+        elements = sum(local_tensor(p).numel() for p in stepped)
+        return [replace(each, bytes=each.bytes + held / elements) for each in budgets] if held else budgets
 
     def _budgets_for_part(self, program: graph.StepProgram) -> tuple[Budget, ...]:
         """Return the budget for a part of a recorded step, as in captured steps before it, then all budgets.

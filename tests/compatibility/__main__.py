@@ -117,7 +117,7 @@ def compare(lines: Sequence[Line]) -> list[Line]:
         bad = worse(written[line.key], line)
         if bad:
             found.append(line)
-        for difference in differences(written[line.key], line):
+        for difference in dict.fromkeys([*bad, *differences(written[line.key], line)]):
             print(f"{'WORSE: ' if difference in bad else ''}{' '.join(line.key)}: {difference}")
     print(f"{len(found)} of {len(lines)} rows are worse than in {MEASURED.name}")
     return found
