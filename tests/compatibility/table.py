@@ -308,7 +308,8 @@ def worse(written: Line, measured: Line) -> list[str]:
     found = []
     for name in GRADED:
         old, new = getattr(written, name), getattr(measured, name)
-        if error_in(new) > LIMITS.get(name, math.inf) * (1 + TOLERANCE):
+        limit = LIMITS.get(name, math.inf) * (1 + TOLERANCE)
+        if error_in(new) > limit >= error_in(old):
             found.append(f"{name}: {new} are held, beyond the limit")
             continue
         was_refused = name in LIMITS and not old
