@@ -44,6 +44,12 @@ def adagrad(params: Any) -> torch.optim.Optimizer:
     return torch.optim.Adagrad(params, lr=1e-3)
 
 
+def held_by(params: Sequence[Parameter], **optimizers: torch.optim.Optimizer) -> float:
+    """Bytes of parameters and state in memory, for each element, without gradients."""
+    held = bytes_held(each.tensor for each in known_tensors(optimizers).values())
+    return (held - sum(p.nbytes for p in params)) / sum(p.numel() for p in params)
+
+
 def budgets(make: Make, limit: float) -> tuple[Budget, ...]:
     """The budget that is used, and all."""
     graph = explain(make(parameters(shapes=SHAPES)), bytes_per_parameter=limit).graphs[-1]
@@ -268,7 +274,7 @@ def test_state_that_is_only_read_counts() -> None:
 
 
 class Unused(torch.optim.Optimizer):
-    """It makes momentum, and reads none, as pytorch_optimizer's SM3 without momentum."""
+    """Optimizer that makes momentum, and reads none, as pytorch_optimizer's SM3 without momentum."""
 
     def __init__(self, params: Any) -> None:
         super().__init__(params, {})
@@ -297,9 +303,7 @@ def test_a_limit_holds_for_each_graph_of_a_step(budget: float) -> None:
     for step in range(6):
         optimizer.param_groups[0]["momentum"] = 0.9 if step < 3 else 0.95
         run_steps(optimizer.step, params, [step])
-        held = bytes_held(each.tensor for each in known_tensors({"": optimizer}).values())
-        gradients = sum(p.nbytes for p in params)
-        each = (held - gradients) / sum(p.numel() for p in params)
+        each = held_by(params, optimizer=optimizer)
         assert step == 0 or each <= budget * (1 + TOLERANCE)  # what the first step makes, the second counts
         record = record_of(params[0])
         formats.append(record and record.format.name)
@@ -364,9 +368,7 @@ def test_an_inner_optimizer_within_a_budget(options: dict[str, Any]) -> None:
     params = parameters(shapes=SHAPES)
     optimizer = install(SlowWeights(adamw(params)), **options)
     run_steps(optimizer.step, params, range(6))
-    held = bytes_held(each.tensor for each in known_tensors({"a": optimizer, "b": optimizer.inner}).values())
-    gradients = sum(p.nbytes for p in params)
-    each = (held - gradients) / sum(p.numel() for p in params)
+    each = held_by(params, a=optimizer, b=optimizer.inner)
     assert each == pytest.approx(options.get("bytes_per_parameter", 10), rel=0.01)
 
 

@@ -186,7 +186,7 @@ def test_pairs_are_those_of_the_page_and_have_a_folder_of_their_own() -> None:
 
 
 def test_a_table_of_pairs() -> None:
-    """Of strategies that were trained beside fp32 masters, in whichever settings."""
+    """Strategies that were trained beside fp32 masters have a row, in whichever settings."""
     losses = {
         ("4.1 bytes", 0): 2.5,
         ("4.1 bytes", 1): 2.0,

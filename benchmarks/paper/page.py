@@ -77,6 +77,10 @@ class Runs:
             if seed in theirs
         }
 
+    def all_gaps(self, settings: Iterable[Setting], strategy: str) -> list[float]:
+        """Return how much higher the losses of some settings end than those of fp32 masters."""
+        return [gap for setting in settings for gap in self.gaps(setting, strategy).values()]
+
 
 # Tables. ----------------------------------------------------------------------------------------------------
 
@@ -259,7 +263,7 @@ def claims(runs: Runs, plan: Plan) -> list[Claim]:
 def differences(runs: Runs, settings: Sequence[Setting], strategies: Sequence[str]) -> Iterator[str]:
     """Yield a line for each strategy: its losses less those of fp32 masters, and the time of a pair."""
     for name in strategies:
-        gaps = [gap for setting in settings for gap in runs.gaps(setting, name).values()]
+        gaps = runs.all_gaps(settings, name)
         if not gaps:
             continue
         found = sign_test(gaps)
@@ -276,10 +280,10 @@ def differences(runs: Runs, settings: Sequence[Setting], strategies: Sequence[st
 
 
 def pairs_table(pairs: Runs, settings: Sequence[Setting]) -> str:
-    """What strategies differ by from fp32 masters that were trained beside them; empty if none were."""
+    """Tabulate how losses differ from those of fp32 masters trained beside them; empty if there are none."""
     rows = []
     for name in STRATEGIES:
-        gaps = [gap for setting in settings for gap in pairs.gaps(setting, name).values()]
+        gaps = pairs.all_gaps(settings, name)
         if gaps and name != BASELINE:
             found, records = sign_test(gaps), [r for s in settings for r in pairs.of(s, name).values()]
             rows.append(

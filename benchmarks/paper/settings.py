@@ -272,7 +272,7 @@ def full_plan(seeds: int = 3) -> Plan:
 
 
 def plan_of_pairs(strategies: Sequence[str], seeds: int = 3) -> Plan:
-    """What ``--pairs`` trains: strategies beside fp32 masters, in all settings of the sweeps."""
+    """Return the plan of ``--pairs``: strategies beside fp32 masters, in all settings of the sweeps."""
     return Plan(SETTINGS, tuple(_cells(SETTINGS, seeds, (*strategies, BASELINE))))
 
 

@@ -760,8 +760,8 @@ class Compilation:
     def _is_within(self, budget: Budget, budgets: Sequence[Budget]) -> bool:
         """Return whether a step that has these budgets is within the limit with the options of another."""
         limit = self.options.bytes_per_parameter
-        held = [each.bytes for each in budgets if each.rank() == budget.rank()]
-        return not isinstance(limit, float | int) or all(each <= limit * (1 + TOLERANCE) for each in held)
+        alike = (each for each in budgets if each.rank() == budget.rank())
+        return not isinstance(limit, float | int) or all(each.is_within(limit) for each in alike)
 
     def _others_of(self, program: graph.StepProgram) -> list[Optimizer]:
         """Return other optimizers, an inner one say, whose steps have a budget for the same parameters."""

@@ -48,6 +48,10 @@ class Budget:
     not_packed: str = ""  # the state with most bytes that is not packed although ``state`` is given, and why
     weights: str | None = None
 
+    def is_within(self, limit: float) -> bool:
+        """Return whether the bytes are within a limit."""
+        return self.bytes <= limit * (1 + TOLERANCE)
+
     @property
     def formats(self) -> set[str]:
         """Names of the formats of tensors that are updated."""
@@ -131,23 +135,19 @@ def best_budget(budgets: Sequence[Budget], limit: float, others: str = "") -> Bu
     Raises:
         InvalidOptionError: no budget is that small.
     """
-    within = [budget for budget in frontier(budgets) if budget.bytes <= limit * (1 + TOLERANCE)]
+    within = [budget for budget in frontier(budgets) if budget.is_within(limit)]
     if not within:
         least = budgets[0]
         equal = (budget.not_packed for budget in budgets if budget.bytes == least.bytes)
         why = next(filter(None, equal), "")
-        if others:
-            raise InvalidOptionError(
-                f"bytes_per_parameter={limit:g}, where this step takes {least.bytes:.3g} at least, with what "
-                f"{others} holds for the same parameters",
-                where="bytes_per_parameter",
-                remedy="give strategy and error_format in its place",
-            )
+        remedy = (
+            f"give it {least.bytes:.3g}{why and f' ({why})'}; strategy='none' takes what the optimizer makes"
+        )
         raise InvalidOptionError(
-            f"bytes_per_parameter={limit:g}, where this step takes {least.bytes:.3g} at least",
+            f"bytes_per_parameter={limit:g}, where this step takes {least.bytes:.3g} at least"
+            + (f", with what {others} holds for the same parameters" if others else ""),
             where="bytes_per_parameter",
-            remedy=f"give it {least.bytes:.3g}{why and f' ({why})'}; "
-            "strategy='none' takes what the optimizer makes",
+            remedy="give strategy and error_format in its place" if others else remedy,
         )
     return within[-1]
 

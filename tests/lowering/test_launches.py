@@ -234,7 +234,7 @@ def test_a_kernel_is_begun_when_it_is_printed() -> None:
 
 
 def test_the_code_that_is_shown_is_that_for_aligned_memory() -> None:
-    """It is what runs on tensors as torch makes them."""
+    """Tensors have aligned memory as torch makes them."""
     with generated_code() as code:
         kernel = elements_kernel.__wrapped__("light")
     assert kernel.source[True] in code
