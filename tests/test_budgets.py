@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch.nn import Parameter
 
-from collage_fx import CollageBackend, explain, full_value, install
+from collage_fx import CollageBackend, backend_of, explain, full_value, install
 from collage_fx.errors import InvalidOptionError
 from collage_fx.options.budgets import BUDGETS, TOLERANCE, Budget, frontier
 from collage_fx.state import bytes_held, held_per_parameter, known_tensors
@@ -292,6 +292,44 @@ def test_state_that_a_step_does_not_touch_counts() -> None:
     optimizer = install(Unused(params), bytes_per_parameter=7)
     run_steps(optimizer.step, params, range(3))
     assert held_per_parameter(optimizer) == pytest.approx(7, rel=TOLERANCE)
+
+
+@pytest.mark.parametrize(("make", "limit"), [(momentum, 4.1), (Anchored, 6), (Unused, 7), (WideMomentum, 8)])
+def test_a_budget_says_to_the_byte_what_is_held(make: Make, limit: float) -> None:
+    """By optimizers without counters, which no budget counts."""
+    params = parameters(shapes=SHAPES)
+    optimizer = install(make(params), bytes_per_parameter=limit)
+    run_steps(optimizer.step, params, range(3))
+    used = backend_of(optimizer).report().graphs[-1].budgets[0]
+    assert used.bytes == pytest.approx(held_by(params, optimizer=optimizer), rel=1e-12)
+
+
+class EverySecond(torch.optim.Optimizer):
+    """Momentum moves in every second step, and other steps do not read it."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {})
+        self.count = 0
+        for p in self.param_groups[0]["params"]:
+            self.state[p]["m"] = torch.zeros_like(p)
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        self.count += 1
+        for p in self.param_groups[0]["params"]:
+            if self.count % 2:
+                p.sub_(self.state[p]["m"].mul_(0.9).add_(p.grad), alpha=1e-3)
+            else:
+                p.sub_(p.grad, alpha=1e-3)
+
+
+def test_a_graph_with_less_keeps_the_options_of_the_graph_before() -> None:
+    params = parameters(shapes=SHAPES)
+    optimizer = install(EverySecond(params), bytes_per_parameter=5.1)
+    run_steps(optimizer.step, params, range(6))
+    used = [graph.budgets[0] for graph in backend_of(optimizer).report().graphs]
+    assert len(used) > 1
+    assert {(each.strategy, each.error_format, each.state) for each in used} == {("light", "byte", "block16")}
 
 
 @pytest.mark.parametrize("budget", [4.1, 5.1, 6])

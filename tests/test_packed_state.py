@@ -48,8 +48,9 @@ from tests.support.twin import TwinBackend
 from tests.support.whole import pipeline
 from tests.test_sharded import in_one_piece, in_pieces, set_gradients_in_pieces
 
-#: Two alike, two whose rows aren't of whole blocks or are few, and one so large that threads share it out.
-SHAPES = ((64, 96), (64, 96), (65, 65), (37,), (300, 512))
+#: Two alike, two whose rows aren't of whole blocks or are few, and one so large that threads share it out, of
+#: no whole number of a kernel's chunks.
+SHAPES = ((64, 96), (64, 96), (65, 65), (37,), (301, 544))
 PACKED = (0, 1, 4)
 
 STATES = ("block16", "block8")

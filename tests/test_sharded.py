@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
 from torch.nn import Parameter
 
 from collage_fx import (
@@ -148,6 +148,34 @@ def test_elementwise_optimizers_leave_the_bits_of_one_process(
         for name, tensors in alone["left"].items():
             for one, other in zip(tensors, found["left"][name], strict=True):
                 assert torch.equal(one, other), name
+
+
+def stepped_with_summands() -> tuple[Tensor, Tensor]:
+    """Weights of five parameters alike; in the third step each process has half of the last one's gradient.
+
+    And what plain torch makes of them.
+    """
+    mesh, found = init_device_mesh("cpu", (2,)), []
+    for is_ours in (True, False):
+        params = [
+            Parameter(in_pieces(p.detach(), mesh, Replicate())) for p in parameters(shapes=[(6, 4)] * 5)
+        ]
+        optimizer = install(adamw(params)) if is_ours else adamw(params)
+        for seed in range(3):
+            set_gradients_in_pieces(params, mesh, Replicate(), seed)
+            gradient = params[-1].grad
+            if seed == 2:
+                assert isinstance(gradient, DTensor)
+                half = gradient.to_local() / 2
+                params[-1].grad = DTensor.from_local(half, mesh, [Partial()])
+            optimizer.step()
+        found.append(torch.stack([in_one_piece(p.detach()) for p in params]).float())
+    return found[0], found[1]
+
+
+def test_a_gradient_in_summands_is_added_up_whatever_row_it_is_in(two_processes: Processes) -> None:
+    for ours, plain in two_processes.run(stepped_with_summands):
+        assert torch.allclose(ours, plain, rtol=2**-7, atol=0)
 
 
 WIDER = ((8, 5), (8, 5), (7,))

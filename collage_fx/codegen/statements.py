@@ -19,6 +19,16 @@ aten = torch.ops.aten
 #: Operators that read a small integer alike with more bits: a store, and that of a code, which has no others.
 TAKE_ANY_BITS = {aten.copy_.default, number_of_code}
 
+#: Values of a function of the place in a chunk, less that of the first: it is a multiple, and a sum.
+STEPS = """struct Steps {{
+  int32_t of[512];
+  Steps() {{
+    for (int j = 0; j < 512; ++j) of[j] = {function}({arguments});
+  }}
+}};
+alignas(64) const Steps steps;
+"""
+
 
 class Statements:
     """C++ statements that compute some values.
@@ -29,8 +39,7 @@ class Statements:
         before_stores: whether stores follow: then what they overwrite is loaded first.
 
     Attributes:
-        lines: statements for each element.
-        of_block: statements for each block.
+        lines: the statements.
     """
 
     def __init__(
@@ -46,7 +55,6 @@ class Statements:
         self._overwritten = elements.written if before_stores else set()
         self.texts = dict(known)
         self.lines: list[str] = []
-        self.of_block: list[str] = []
         needed = made_of(*wanted, up_to=known).difference(known)
         order = [node for node in elements.nodes if node in needed]
         uses = Counter(wanted)
@@ -64,7 +72,7 @@ class Statements:
         is_worth_a_name = is_shared and bool(node.all_input_nodes) and not text.isidentifier()
         if is_worth_a_name or kind in (Kind.OF_BLOCK, Kind.OF_ROW) or node in self._overwritten:
             line = f"const {in_register(dtype)} {self._elements.name_of(node)} = {bare(text)};"
-            (self.of_block if kind is Kind.OF_BLOCK else self.lines).append(line)
+            self.lines.append(line)
             text = self._elements.name_of(node)
         self.texts[node] = text
 
@@ -81,7 +89,7 @@ class Statements:
             }
             return f"{node.name}[{places[kind]}]"
         if node.target is place:
-            return "int32_t(at + j)" if elements.width else "0"
+            return "int32_t(at)" if elements.width else "0"
         finite = "true" if self._finite and kind is Kind.OF_ELEMENT else "false"
         if (function := function_at(node)) is not None:
             elements.functions[function.name] = function.definition
@@ -89,7 +97,12 @@ class Statements:
             operands = ", ".join(bare(self.texts[arg]) for arg in node.args if isinstance(arg, Node))
             is_cut = function.is_cut or all(user.target in TAKE_ANY_BITS for user in node.users)
             cut = "" if is_cut else CPP.types[dtype]
-            return f"{cut}({name}({operands}))" if cut else f"{name}({operands})"
+            text = f"{cut}({name}({operands}))" if cut else f"{name}({operands})"
+            if elements.width and any(each.target is place for each in node.all_input_nodes):
+                zeros = ", ".join(["j", *("0" for _ in node.args[1:])])
+                elements.functions["steps"] = STEPS.format(function=name, arguments=zeros)
+                return f"(steps.of[j] + {text})"
+            return text
         if is_rounding(node):
             (operand,) = node.all_input_nodes
             name = f"float_to_bf16<{finite}>" if dtype is torch.bfloat16 else "float_to_f16"

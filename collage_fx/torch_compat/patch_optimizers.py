@@ -339,7 +339,7 @@ def _guard(output: Any, variable: Any, value: Any) -> None:
     """
     is_gradient = isinstance(variable.source, sources.GradSource)
     is_static = utils.get_static_address_type(value) == "guarded"
-    if type(value) not in (torch.Tensor, torch.nn.Parameter) or is_static is is_gradient:
+    if is_static is is_gradient:
         variable.realize()
         return
     there = functools.partial(GuardBuilder.NOT_NONE_MATCH, value=TensorWeakRef(value))

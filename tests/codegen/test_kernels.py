@@ -347,7 +347,7 @@ def early_loops(options: dict[str, Any]) -> str:
     optimizer = install(torch.optim.AdamW(parameters), **options)
     optimizer.step()
     code = backend_of(optimizer).report().graphs[-1].code[-1]
-    return code[: code.index("if (__builtin_expect")]
+    return code[code.index('extern "C"') : code.index("if (__builtin_expect")]
 
 
 @pytest.mark.parametrize(
@@ -362,8 +362,25 @@ def early_loops(options: dict[str, Any]) -> str:
 )
 def test_a_long_chain_behind_a_quotient_has_a_loop_of_its_own(options: dict[str, Any], loops: int) -> None:
     before_stores = early_loops(options)
-    assert before_stores.count("#pragma omp simd reduction") == loops
+    noting = [loop for loop in before_stores.split("#pragma omp simd") if "magnitude(" in loop]
+    assert len(noting) == loops
     assert "square_root" not in before_stores[before_stores.rindex("#pragma omp simd") :] or loops == 1
+
+
+def test_vectors_are_wide_but_for_codes_of_16_bits() -> None:
+    """And for numbers of a block, which all loops over its elements read, there is one statement."""
+    parameters = [torch.nn.Parameter(torch.ones(64, 64, dtype=BF16))]
+    parameters[0].grad = torch.ones_like(parameters[0])
+    texts = {}
+    for state in (None, "block16", "block8"):
+        optimizer = install(torch.optim.AdamW(parameters), strategy="light", state=state)
+        optimizer.step()
+        texts[state] = backend_of(optimizer).report().graphs[-1].code[-1]
+    wide = [state for state, text in texts.items() if text.startswith("#if defined(__AVX512F__)")]
+    assert wide == [None, "block8"]
+    kernel = texts["block8"][texts["block8"].index('extern "C"') :]
+    assert kernel.count("= block_unit_8_signed(") == 1
+    assert kernel.count("block_scale(") == 2  # of two moments
 
 
 def test_a_packed_moment_is_read_once_by_all_loops_before_the_stores() -> None:

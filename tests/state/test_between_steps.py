@@ -838,6 +838,27 @@ def test_parameters_without_memory_are_not_looked_at(kind: str) -> None:
     assert torch.equal(codes, torch.ones_like(codes))
 
 
+def test_what_the_program_writes_before_a_compiled_function_has_no_error_terms() -> None:
+    """The optimizer that holds its tensor alone knows what its last step has left, and is asked."""
+
+    @torch.no_grad()
+    def shrink(p: Tensor) -> None:
+        p.mul_(0.9995)
+
+    (p,) = params = parameters(shapes=[(64, 64)])
+    optimizer = install(torch.optim.AdamW(params, lr=1e-3), strategy="light")
+    function: Any = torch.compile(shrink, backend=CollageBackend(strategy="light"))
+    run_steps(optimizer.step, params, range(2))
+    function(p)
+    run_steps(optimizer.step, params, range(2, 4))
+    with torch.no_grad():
+        p.fill_(0.3)
+    expected = p.detach().double() * 0.9995
+    with pytest.warns(UserWarning, match="written to between two steps"):
+        function(p)
+    assert torch.allclose(full_value(p).double(), expected, rtol=2.0**-16, atol=0)
+
+
 def test_an_optimizer_that_is_made_after_a_compiled_function_is_told_of_its_writes() -> None:
     """The function asks anew who holds its tensors: nothing is warned of, and every bit is kept."""
 
