@@ -822,7 +822,7 @@ class Wrapper(Tensor):
 
 @pytest.mark.parametrize("kind", ["wrapper", "sparse"])
 def test_parameters_without_memory_are_not_looked_at(kind: str) -> None:
-    """They are frozen beside others: a step reads none of their elements."""
+    """They are frozen beside others: a step reads none of their elements, and still looks at the others'."""
     codes = torch.ones(4, 4, dtype=torch.int8)
     made = Wrapper(codes) if kind == "wrapper" else torch.eye(4).bfloat16().to_sparse()
     frozen = torch.nn.Parameter(made, requires_grad=False)
@@ -836,6 +836,9 @@ def test_parameters_without_memory_are_not_looked_at(kind: str) -> None:
     assert not torch.equal(full_value(trained), before)
     assert frozen.grad is None
     assert torch.equal(codes, torch.ones_like(codes))
+    trained.data.fill_(3.0)
+    with pytest.warns(UserWarning, match="written to between two steps"):
+        step()
 
 
 def test_what_the_program_writes_before_a_compiled_function_has_no_error_terms() -> None:
