@@ -233,7 +233,8 @@ class _Writer:
         #: The inputs, in the order of the nodes.
         self.inputs = dict.fromkeys(node for node in self.nodes if is_input(part, node))
         self.written = [*part.results, *(store.all_input_nodes[0] for store in part.stores)]
-        self.has_blocks = any(node.target in BLOCK_OPERATORS for node in self.nodes)
+        computed = (node for node in self.nodes if node not in self.inputs)
+        self.has_blocks = any(node.target in BLOCK_OPERATORS for node in computed)
         self.shape = max((v.shape for v in self._elements()), key=torch.Size.numel, default=torch.Size())
         self.on_host = not any(graph.device_facts(value.device).is_launched for value in self._elements())
         self.totals = {value for value in part.results if is_total(value)}
@@ -259,8 +260,8 @@ class _Writer:
         return [value for value in values if value is not None and value.dim() > 0]
 
     def _is_flat(self) -> bool:
-        least = BLOCK if self.has_blocks else 1
-        if not self.shape or self.shape.numel() < least or self.columns is None:
+        of_unit = BLOCK if self.has_blocks else 1
+        if not self.shape or not self.shape.numel() or self.shape.numel() % of_unit or self.columns is None:
             return False
         operations = (node for node in self.nodes if node not in self.inputs and node not in self.totals)
         memory = [graph.tensor_value(node) for node in (*self.part.results, *self.inputs)]
