@@ -93,7 +93,7 @@ def _stack_of(cause: Any) -> list[Any]:
 def _describe_graph_break(translator: Any, cause: Any, left: Mapping[str, Any] | None) -> GraphBreak:
     stack = _stack_of(cause)
     lines = [line.strip() for line in str(getattr(cause, "msg", cause)).splitlines() if line.strip()]
-    explained = [line.removeprefix("Explanation: ") for line in lines[:2]]
+    explained = [line.removeprefix("Explanation: ").removesuffix(". Message: None") for line in lines[:2]]
     places = (f"{e.filename}:{e.lineno} in {e.name}" for e in reversed(stack) if not _is_internal(e))
     where = next(places, translator.f_code.co_name)
     reason = ". ".join(explained)
