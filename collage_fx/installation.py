@@ -116,7 +116,7 @@ def _refuse_options(backend: CollageBackend | None, options: Mapping[str, Any]) 
             where=next(iter(options)),
             remedy="give the options to the backend: install(optimizer, backend=CollageBackend(...))",
         )
-    refuse_unknown(options)
+    refuse_unknown(options, install)
 
 
 def accepted(

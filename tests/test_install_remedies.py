@@ -13,7 +13,12 @@ from torch.optim import SGD, AdamW, Optimizer
 
 import collage_fx
 from collage_fx import backend_of, install, step_in_backward
-from collage_fx.errors import EagerStepError, GradientReleaseError, UnsupportedOptimizerError
+from collage_fx.errors import (
+    EagerStepError,
+    GradientReleaseError,
+    InvalidOptionError,
+    UnsupportedOptimizerError,
+)
 from tests.support.training import Descent, parameters, run_steps
 from tests.support.written_classes import gradients, relative_error, written_class
 
@@ -220,6 +225,30 @@ def test_arguments_that_come_after_the_backward_pass() -> None:
     optimizer.step(scale=4.0)
     moved = before - collage_fx.full_value(weight)
     assert float((moved / 2.0**-8 - 1).abs().max()) <= ALLOWED
+
+
+# Keywords. --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "misspelt", "meant"),
+    [
+        ("audit", "shape", "shapes"),
+        ("install", "backnd", "backend"),
+        ("convert", "dryrun", "dry_run"),
+        ("step_in_backward", "maxnorm", "max_norm"),
+        ("offload", "bucketbytes", "bucket_bytes"),
+    ],
+)
+def test_keywords_of_a_function_are_proposed_beside_options(name: str, misspelt: str, meant: str) -> None:
+    optimizer = SGD(start(), lr=0.1)
+    model = torch.nn.ParameterList(optimizer.param_groups[0]["params"])
+    given = {"audit": (SGD,), "install": (optimizer,), "offload": (optimizer,)}.get(name, (model, optimizer))
+    with pytest.raises(InvalidOptionError, match=f"'{misspelt}'; did you mean {meant}( or|\\?)") as raised:
+        getattr(collage_fx, name)(*given, **{misspelt: 1})
+    assert meant in str(raised.value).partition("others here: ")[2]
+    assert type(optimizer).step is SGD.step
+    assert "step" not in vars(optimizer)
 
 
 # Reports and names. -----------------------------------------------------------------------------------------

@@ -11,6 +11,7 @@ from typing_extensions import Unpack
 from collage_fx.choices import takes_options
 from collage_fx.errors import InvalidOptionError
 from collage_fx.installation import InstallOptions, join
+from collage_fx.options import refuse_unknown
 from collage_fx.wings.gradient_release import step_in_backward
 
 __all__ = ["prepare"]
@@ -38,6 +39,7 @@ def prepare(
     Returns:
         the result of ``accelerator.prepare``, in the same order.
     """
+    refuse_unknown(options.keys() - {"backend"}, prepare)
     for each in objects:
         if isinstance(each, Optimizer):
             join(each, options)

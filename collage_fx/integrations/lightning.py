@@ -10,7 +10,7 @@ from collage_fx.backend import CollageBackend
 from collage_fx.choices import takes_options
 from collage_fx.errors import InvalidOptionError
 from collage_fx.installation import join
-from collage_fx.options import GivenOptions
+from collage_fx.options import GivenOptions, refuse_unknown
 from collage_fx.wings.gradient_release import step_in_backward
 
 try:
@@ -41,6 +41,7 @@ class CollageCallback(Callback):  # type: ignore[misc]  # Lightning has no types
     """
 
     def __init__(self, *, in_backward: bool = False, **options: Unpack[GivenOptions]) -> None:
+        refuse_unknown(options, CollageCallback)
         self._given = options
         self.backend = CollageBackend(**options)
         self.in_backward = in_backward

@@ -17,7 +17,7 @@ from collage_fx.backend import CollageBackend
 from collage_fx.choices import takes_options
 from collage_fx.errors import CheckpointMismatchError
 from collage_fx.installation import inner_optimizers, join, kept_backend
-from collage_fx.options import GivenOptions
+from collage_fx.options import GivenOptions, refuse_unknown
 from collage_fx.wings.gradient_release import step_in_backward
 
 __all__ = ["CollageCallback"]
@@ -46,6 +46,7 @@ class CollageCallback(TrainerCallback):  # type: ignore[misc]  # its types are n
     """
 
     def __init__(self, *, in_backward: bool = False, **options: Unpack[GivenOptions]) -> None:
+        refuse_unknown(options, CollageCallback)
         self._given = options
         self.backend = CollageBackend(**options)
         self.in_backward = in_backward

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import inspect
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import Field, dataclass, fields
 from typing import Any, Literal, get_args
 
@@ -198,16 +199,22 @@ class Options(choices.OptionFields):
                 )
 
 
-def refuse_unknown(names: Iterable[str]) -> None:
-    """Raise ``InvalidOptionError`` for a name that is not an option's."""
-    known = [each.name for each in fields(choices.OptionFields)]
+def refuse_unknown(names: Iterable[str], taking: Callable[..., Any] | None = None) -> None:
+    """Raise ``InvalidOptionError`` for a name that is not an option's.
+
+    ``taking`` is the function with ``**options`` that was called: its own keywords are proposed, too.
+    """
+    options = [each.name for each in fields(choices.OptionFields)]
+    own = inspect.signature(taking).parameters.values() if taking else ()
+    keywords = [each.name for each in own if each.kind is each.KEYWORD_ONLY and each.name not in options]
     for name in names:
-        if name not in known:
-            hint = choices.did_you_mean(name, known)
+        if name not in options:
+            hint = choices.did_you_mean(name, [*keywords, *options])
             raise InvalidOptionError(
                 f"unknown option {name!r}" + (f"; {hint}" if hint.startswith("did") else ""),
                 where=name,
-                remedy=f"options of the backend are {', '.join(known)}",
+                remedy=f"options of the backend are {', '.join(options)}"
+                + (f"; others here: {', '.join(keywords)}" if keywords else ""),
             )
 
 

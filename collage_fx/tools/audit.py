@@ -36,7 +36,7 @@ from collage_fx.errors import CollageError, InvalidOptionError
 from collage_fx.graph import Role
 from collage_fx.installation import install
 from collage_fx.numerics import STORAGE_FORMATS
-from collage_fx.options import GivenOptions
+from collage_fx.options import GivenOptions, refuse_unknown
 from collage_fx.report import try_updates
 from collage_fx.state import bytes_held, full_value, known_tensors
 from collage_fx.state.error_terms import error_terms
@@ -212,6 +212,7 @@ def audit(
     Raises:
         CollageError: an argument is not allowed; nothing has been measured.
     """
+    refuse_unknown(options, audit)
     allowed = {*STORAGE_FORMATS, *([torch.float32] if CollageBackend(**options).options.packs else [])}
     dtypes = f"{', '.join(map(str, STORAGE_FORMATS))}, or torch.float32 with state= or bytes_per_parameter="
     for is_right, where, met, remedy in (

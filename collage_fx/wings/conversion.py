@@ -27,7 +27,7 @@ from collage_fx.errors import CollageError, InvalidOptionError, UnsupportedTenso
 from collage_fx.graph import is_dense
 from collage_fx.installation import CompiledStep, accepted, install, uninstall
 from collage_fx.numerics import ERROR_FORMATS, is_low_precision
-from collage_fx.options import GivenOptions, Options
+from collage_fx.options import GivenOptions, Options, refuse_unknown
 from collage_fx.tools.explain import explain
 
 log = logging.getLogger("collage_fx")
@@ -108,6 +108,7 @@ def convert(
             parameter without an optimizer here, an installed optimizer, DistributedDataParallel, FSDP1,
             FSDP2 with gathered float32, a gradient scaler, batch norm of two dtypes. Nothing has changed.
     """
+    refuse_unknown(options, convert)
     given = list(optimizer) if isinstance(optimizer, (list, tuple)) else [optimizer]
     inner = [each for one in given for each in accepted(one, backend, options)[0]]
     inner += [each for one in inner for each in state.held_optimizers(one)]

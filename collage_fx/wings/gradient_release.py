@@ -41,7 +41,7 @@ from collage_fx.capture import expect_some_gradients, stand_in_for
 from collage_fx.choices import takes_options
 from collage_fx.errors import GradientReleaseError, InvalidOptionError, UnsupportedOptimizerError
 from collage_fx.installation import CompiledStep, InstallOptions, inner_optimizers, join, remove_release
-from collage_fx.options import refuse_unless
+from collage_fx.options import refuse_unknown, refuse_unless
 from collage_fx.runtime import STAND_INS
 from collage_fx.state import clone_of
 from collage_fx.torch_compat import local_tensor, own_step, sharding_of, whole_tensor, without_hooks
@@ -124,6 +124,7 @@ def step_in_backward(
         CollageError: the optimizer needs all gradients at once, or a closure; or FSDP1 has flattened the
             parameters. Nothing has changed.
     """
+    refuse_unknown(options.keys() - {"backend"}, step_in_backward)
     given = ReleaseOptions(accumulate, bucket_bytes, max_norm, clip, scaler)
     chosen = sole_optimizer(optimizer, given, where="step_in_backward")
     is_reduced_late = reduced_late(model.parameters())

@@ -31,6 +31,7 @@ from typing_extensions import Unpack
 from collage_fx.choices import takes_options
 from collage_fx.errors import UnsupportedOptimizerError, UnsupportedTensorError
 from collage_fx.installation import InstallOptions, install, kept_backend, remove_release
+from collage_fx.options import refuse_unknown
 from collage_fx.state import hand_over, host_twin, parameter_names, set_host_twin, uploading
 from collage_fx.torch_compat import gradient_dtype, sharding_of
 from collage_fx.wings import gradient_release
@@ -71,6 +72,7 @@ def offload(
         CollageError: the optimizer needs all gradients at once, or a closure; or a parameter is a DTensor,
             for which FSDP2 has ``CPUOffloadPolicy``. Nothing has changed.
     """
+    refuse_unknown(options.keys() - {"backend"}, offload)
     given = gradient_release.ReleaseOptions(accumulate, bucket_bytes, max_norm, clip, scaler)
     chosen = gradient_release.sole_optimizer(optimizer, given, where="offload")
     _refuse_dtensors(chosen)

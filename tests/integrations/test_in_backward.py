@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import importlib
 from pathlib import Path
 from typing import Any
 
@@ -154,3 +156,12 @@ def test_lightning() -> None:
 def test_lightning_clips_no_values() -> None:
     with pytest.raises(InvalidOptionError, match="clipped by value"):
         trained_by_lightning(in_backward=True, gradient_clip_val=0.5, gradient_clip_algorithm="value")
+
+
+@pytest.mark.parametrize("trainer", ["accelerate", "lightning", "transformers"])
+def test_a_misspelt_keyword_is_named(trainer: str) -> None:
+    pytest.importorskip(trainer, reason="pip install 'collage-fx[trainers]'")
+    module = importlib.import_module(f"collage_fx.integrations.{trainer}")
+    call = functools.partial(module.prepare, None) if trainer == "accelerate" else module.CollageCallback
+    with pytest.raises(InvalidOptionError, match="'in_backwards'; did you mean in_backward"):
+        call(in_backwards=True)
