@@ -44,6 +44,7 @@ h4 { font-size: .95rem; margin: .3rem 0; }
 table { border-collapse: collapse; display: block; max-width: 100%; overflow-x: auto; }
 td, th { padding: .3rem .7rem; border-bottom: 1px solid #ddd; text-align: left; vertical-align: top; }
 td[style*="right"] { font-variant-numeric: tabular-nums; white-space: nowrap; }
+td:first-child:has(+ td[style*="right"]) { white-space: nowrap; }
 .treated td { border-bottom: none; overflow-wrap: anywhere; }
 .treated td:first-child { font-weight: bold; }
 .why td { color: #444; font-size: .9rem; padding-top: 0; }
@@ -53,6 +54,12 @@ details { overflow-x: auto; }
 details svg { max-width: 100%; height: auto; }
 .names { color: #555; font-size: .9rem; }
 .swatch { border: 1px solid #444; padding: 0 .4rem; }
+.key { display: inline-block; margin-right: 1rem; }
+.key .swatch { margin-right: .3rem; }
+.bar { display: grid; grid-template-columns: 6.5rem 1fr 5rem; gap: .6rem; align-items: center;
+       margin: .3rem 0; }
+.bar > div { display: flex; height: 1.1rem; }
+.bar > :last-child { text-align: right; font-variant-numeric: tabular-nums; }
 pre { background: #f6f6f6; padding: .6rem; overflow: auto; max-height: 40rem; font-size: 12px;
       line-height: 1.35; }
 ins { background: #d9f2df; text-decoration: none; }
@@ -159,7 +166,7 @@ def html_table(rows: Iterable[Sequence[object]], headers: Sequence[str], numbers
 
 
 def bars(sizes: Mapping[str, Mapping[str, float]], *, line: float, width: float, unit: str) -> str:
-    """Draw a bar of parts for each name, all with the same parts, a limit as a line, and a legend of colours.
+    """Draw a bar of the same parts for each name, with their sum, a limit as a line, and a legend of colours.
 
     Args:
         sizes: name of a bar -> name of a part -> its size.
@@ -169,18 +176,18 @@ def bars(sizes: Mapping[str, Mapping[str, float]], *, line: float, width: float,
     """
     scale = 100 / max(width, *(sum(parts.values()) for parts in sizes.values()))
     colours = dict(zip(next(iter(sizes.values())), COLOURS, strict=False))
-    legend = (
-        f"<span class='swatch' style='background: {c}'></span> {escape(k)} " for k, c in colours.items()
+    legend = "".join(
+        f"<span class='key'><span class='swatch' style='background: {colour}'></span>{escape(part)}</span>"
+        for part, colour in colours.items()
     )
-    body = f"<p>{''.join(legend)}| the line: {line:.4g} {unit}</p>"
+    body = f"<p>{legend}<span class='key'>black line: {line:.4g} {unit}</span></p>"
     marked = f"linear-gradient(#000, #000) {line * scale:.2f}% / 2px 100% no-repeat #eee"
     for name, parts in sizes.items():
-        body += f"<p class='names'>{escape(name)}</p>"
-        body += f"<div style='display: flex; height: 1rem; background: {marked}'>"
+        body += f"<div class='bar'><span>{escape(name)}</span><div style='background: {marked}'>"
         for part, size in parts.items():
             style = f"width: {size * scale:.2f}%; background: {colours[part]}"
             body += f"<span title='{escape(part)}: {size:.2f} {unit}' style='{style}'></span>"
-        body += "</div>"
+        body += f"</div><span>{sum(parts.values()):.2f} {unit}</span></div>"
     return body
 
 

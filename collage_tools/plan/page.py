@@ -21,7 +21,7 @@ def _subject(plan: Plan) -> str:
     return (
         f"{plan.source.name}: {plan.count / 1e9:.3g} billion parameters, sequences of {plan.sequence:,} "
         f"tokens. GB on {gpus} of {plan.gpu:g} GB, {plan.usable / GB:.4g} of them for tensors, with "
-        f"micro-batches of {plan.micro_batch}. 8 bytes: bytes_per_parameter=8."
+        f"micro-batches of {plan.micro_batch}. A budget of 8.06 bytes is bytes_per_parameter=8.06."
     )
 
 

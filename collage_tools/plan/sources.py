@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import runpy
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -94,7 +94,7 @@ def from_hf(name: str, changes: Mapping[str, Any]) -> Source:
             raise _refusal(
                 f"no configuration {name!r} can be read: a file, a folder with config.json, a repository in "
                 "the local cache, and a causal language model of transformers were looked for",
-                f"{did_you_mean(name, KINDS)}, or give the path of a config.json; nothing is downloaded",
+                f"{_similar(name, KINDS)}give the path of a config.json: nothing is downloaded",
             ) from error
         entries = {"model_type": name}
     kind = entries.pop("model_type", None)
@@ -104,7 +104,7 @@ def from_hf(name: str, changes: Mapping[str, Any]) -> Source:
     if kind not in KINDS:
         raise _refusal(
             f"{kind}, the model_type of {name!r}, is no causal language model of transformers",
-            f"{did_you_mean(str(kind), KINDS)}, or give a Python file with model() and loss()",
+            f"{_similar(str(kind), KINDS)}give a Python file with model() and loss()",
         )
     usual = CONFIG_MAPPING[kind]()
     for key in changes:
@@ -117,6 +117,12 @@ def from_hf(name: str, changes: Mapping[str, Any]) -> Source:
         raise _refusal(f"{kind} refuses its configuration: {error}", "change the entry it names") from error
     positions = getattr(config, "max_position_embeddings", None)
     return Source(name, lambda: AutoModelForCausalLM.from_config(config), _loss_of_hf, positions)
+
+
+def _similar(name: str, kinds: Iterable[str]) -> str:
+    """Return the beginning of a remedy that proposes similar types of models; empty if none is similar."""
+    hint = did_you_mean(name, kinds)
+    return f"{hint} Or " if hint.startswith("did") else ""
 
 
 def _refusal(met: str, remedy: str) -> InvalidOptionError:

@@ -436,6 +436,8 @@ def test_what_a_plan_needs_is_said(command: str, told: str, capsys: pytest.Captu
         ("constant.py", "a second sequence takes no memory in constant"),
         ("thawed.py", "no parameter of thawed requires a gradient"),
         ("--hf nowhere.json", "no configuration 'nowhere.json' can be read"),
+        ("--hf nowhere.json", "what to do: give the path of a config.json: nothing is downloaded"),
+        ("--hf lama", "what to do: did you mean llama or mllama or llama4? Or give the path"),
         ("--hf strange.json", "lama, the model_type of 'strange.json', is no causal"),
         ("--hf bare.json", "'bare.json' has no entry model_type"),
         ("--hf clip", "and a causal language model of transformers were looked for"),
