@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import re
 import sysconfig
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -34,6 +35,9 @@ GRAPH_BREAKS = Patch(
         "torch._dynamo:graph_break",
     ),
 )
+
+#: End of Dynamo's sentence on a graph break, or on a disabled function, whose author has given no reason.
+NOT_GIVEN = re.compile(r"(\. Message: None| \(reason: None\))$")
 
 
 @dataclass(frozen=True)
@@ -93,7 +97,7 @@ def _stack_of(cause: Any) -> list[Any]:
 def _describe_graph_break(translator: Any, cause: Any, left: Mapping[str, Any] | None) -> GraphBreak:
     stack = _stack_of(cause)
     lines = [line.strip() for line in str(getattr(cause, "msg", cause)).splitlines() if line.strip()]
-    explained = [line.removeprefix("Explanation: ").removesuffix(". Message: None") for line in lines[:2]]
+    explained = [NOT_GIVEN.sub("", line.removeprefix("Explanation: ")) for line in lines[:2]]
     places = (f"{e.filename}:{e.lineno} in {e.name}" for e in reversed(stack) if not _is_internal(e))
     where = next(places, translator.f_code.co_name)
     reason = ". ".join(explained)

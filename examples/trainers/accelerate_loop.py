@@ -47,7 +47,9 @@ def train(out: Path, steps: int = 200, *, resume: bool = False) -> Any:
         schedule.step()
         optimizer.zero_grad()
         if step % options["metrics_every"] == 0:  # on all processes: shards are summed
-            accelerator.log({"loss": loss.item(), **backend_of(optimizer).scalars()}, step=step)
+            found = {"loss": loss.item(), **backend_of(optimizer).scalars()}
+            accelerator.log(found, step=step)
+            accelerator.print(f"step {step}: {found}")
         if step == steps // 2:
             accelerator.save_state(str(out / "half"))
     accelerator.end_training()

@@ -27,7 +27,9 @@ class Module(lightning.LightningModule):  # type: ignore[misc]  # Lightning has 
         self.model = LlamaForCausalLM(config)
 
     def training_step(self, batch: torch.Tensor, index: int) -> Any:
-        return self.model(input_ids=batch, labels=batch).loss
+        loss = self.model(input_ids=batch, labels=batch).loss
+        self.log("loss", loss, prog_bar=True)
+        return loss
 
     def configure_optimizers(self) -> Any:
         return torch.optim.AdamW(self.parameters(), lr=1e-3)
@@ -48,13 +50,10 @@ def train(out: Path, steps: int = 200, *, resume: bool = False) -> Any:
             lightning.pytorch.callbacks.ModelCheckpoint(out, filename="{epoch}", save_top_k=-1),
         ],
     )
-    trainer.fit(
-        Module(),
-        DataLoader(rows[: steps // 2 * 8], 8),
-        ckpt_path=str(out / "epoch=0.ckpt") if resume else None,
-    )
+    batches = DataLoader(rows[: steps // 2 * 8], 8)
+    trainer.fit(Module(), batches, ckpt_path=str(out / "epoch=0.ckpt") if resume else None)
     return trainer
 
 
 if __name__ == "__main__":
-    train(Path("trained/lightning"), resume="--resume" in sys.argv)
+    print(train(Path("trained/lightning"), resume="--resume" in sys.argv).logged_metrics)

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +18,6 @@ import transformers
 
 from collage_fx.integrations.transformers import CollageCallback
 
-OPTIONS = {"bytes_per_parameter": 8, "metrics": True}
-
 
 def rows_of_text(length: int = 64) -> list[dict[str, torch.Tensor]]:
     text = b"".join(path.read_bytes() for path in sorted(Path(os.__file__).parent.glob("*.py")))
@@ -28,7 +25,7 @@ def rows_of_text(length: int = 64) -> list[dict[str, torch.Tensor]]:
     return [{"input_ids": row, "labels": row} for row in rows]
 
 
-def train(out: Path, steps: int = 200, *, resume: bool = False, collage: Mapping[str, Any] = OPTIONS) -> Any:
+def train(out: Path, steps: int = 200, *, resume: bool = False) -> Any:
     transformers.set_seed(0)
     shape = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2}
     config = transformers.LlamaConfig(vocab_size=256, num_attention_heads=4, **shape)
@@ -50,7 +47,7 @@ def train(out: Path, steps: int = 200, *, resume: bool = False, collage: Mapping
         model=model,
         args=arguments,
         train_dataset=rows_of_text(),
-        callbacks=[CollageCallback(**collage)],
+        callbacks=[CollageCallback(bytes_per_parameter=8, metrics=True)],
     )
     trainer.train(resume_from_checkpoint=resume)  # True: from the last checkpoint
     return trainer
