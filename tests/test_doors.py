@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -48,15 +49,9 @@ def by_transformers(model: torch.nn.Module, optimizer: Optimizer, **options: Any
     from collage_fx.integrations.transformers import CollageCallback
 
     callback = CollageCallback(**options)
-    callback.on_train_begin(None, None, None, model=model, optimizer=optimizer)
+    arguments = SimpleNamespace(max_grad_norm=None)
+    callback.on_train_begin(arguments, None, None, model=model, optimizer=optimizer)
     assert callback.backend is backend_of(optimizer)
-
-
-class _Trainer:
-    gradient_clip_val = None
-
-    def __init__(self, optimizer: Optimizer) -> None:
-        self.optimizers = [optimizer]
 
 
 def by_lightning(model: torch.nn.Module, optimizer: Optimizer, **options: Any) -> None:
@@ -64,7 +59,9 @@ def by_lightning(model: torch.nn.Module, optimizer: Optimizer, **options: Any) -
     from collage_fx.integrations.lightning import CollageCallback
 
     callback = CollageCallback(**options)
-    callback.on_fit_start(_Trainer(optimizer), model)
+    clipping = {"gradient_clip_val": None, "gradient_clip_algorithm": None, "accumulate_grad_batches": 1}
+    strategy = SimpleNamespace(model=model)
+    callback.on_fit_start(SimpleNamespace(optimizers=[optimizer], strategy=strategy, **clipping), model)
     assert callback.backend is backend_of(optimizer)
 
 

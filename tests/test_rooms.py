@@ -687,7 +687,7 @@ TABLES = {
 #: to stand in its own files and three doors.
 FEATURES = {
     r"offload": (4,),
-    r"in_backward|gradient_release|GradientRelease": (9, 7),
+    r"in_backward|gradient_release|GradientRelease": (9, 7, 5),
     r"wings.conversion|\bConversion\b": (2,),
     r"full_precision": (2,),
     r"track_changes|changed_weights|[Cc]hanges\b|bitmap": (31, 16, 14, 8),

@@ -4,14 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from typing_extensions import Unpack
-
-from collage_fx.backend import CollageBackend
 from collage_fx.choices import takes_options
-from collage_fx.errors import InvalidOptionError
-from collage_fx.installation import join
-from collage_fx.options import GivenOptions, refuse_unknown
-from collage_fx.wings.gradient_release import step_in_backward
+from collage_fx.integrations.trainers import InstallingCallback
 
 try:
     from lightning.pytorch import Callback
@@ -22,7 +16,7 @@ __all__ = ["CollageCallback"]
 
 
 @takes_options
-class CollageCallback(Callback):  # type: ignore[misc]  # Lightning has no types here
+class CollageCallback(InstallingCallback, Callback):  # type: ignore[misc]  # Lightning has no types here
     """Callback that compensates all optimizers of a ``Trainer``: ``Trainer(callbacks=[CollageCallback()])``.
 
     The module must be in bfloat16 or float16 (``Trainer(precision="bf16-true")``). The trainer's checkpoints
@@ -40,29 +34,16 @@ class CollageCallback(Callback):  # type: ignore[misc]  # Lightning has no types
         backend: the backend, for ``backend.report()``.
     """
 
-    def __init__(self, *, in_backward: bool = False, **options: Unpack[GivenOptions]) -> None:
-        refuse_unknown(options, CollageCallback)
-        self._given = options
-        self.backend = CollageBackend(**options)
-        self.in_backward = in_backward
-
     def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
         """Install the optimizers after the trainer has created them."""
         for optimizer in trainer.optimizers:
-            self.backend = join(optimizer, self._given, self.backend)
-            if self.in_backward:
-                if trainer.gradient_clip_val and trainer.gradient_clip_algorithm == "value":
-                    raise InvalidOptionError(
-                        "gradients that are clipped by value are gone before the trainer clips them",
-                        where="Trainer(gradient_clip_algorithm=...)",
-                        remedy='use gradient_clip_algorithm="norm", or leave in_backward out',
-                    )
-                step_in_backward(
-                    trainer.strategy.model,
-                    optimizer,
-                    accumulate=trainer.accumulate_grad_batches,
-                    max_norm=trainer.gradient_clip_val or None,
-                )
+            self.install(
+                optimizer,
+                trainer.strategy.model,
+                accumulate=trainer.accumulate_grad_batches,
+                max_norm=trainer.gradient_clip_val,
+                clips_values=trainer.gradient_clip_algorithm == "value",
+            )
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         """Measure the steps that the trainer logs; its count of steps is that of a checkpoint by now."""

@@ -11,20 +11,17 @@ from torch.distributed.checkpoint import FileSystemReader
 from transformers import TrainerCallback
 from transformers.trainer_callback import CallbackHandler
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
-from typing_extensions import Unpack
 
-from collage_fx.backend import CollageBackend
 from collage_fx.choices import takes_options
 from collage_fx.errors import CheckpointMismatchError
-from collage_fx.installation import inner_optimizers, join, kept_backend
-from collage_fx.options import GivenOptions, refuse_unknown
-from collage_fx.wings.gradient_release import step_in_backward
+from collage_fx.installation import inner_optimizers, kept_backend
+from collage_fx.integrations.trainers import InstallingCallback
 
 __all__ = ["CollageCallback"]
 
 
 @takes_options
-class CollageCallback(TrainerCallback):  # type: ignore[misc]  # its types are not looked at
+class CollageCallback(InstallingCallback, TrainerCallback):  # type: ignore[misc]  # its types are not looked at
     """Callback that compensates the optimizer of a ``Trainer``: ``Trainer(callbacks=[CollageCallback()])``.
 
     The model must be in bfloat16 or float16 (``from_pretrained(..., dtype=torch.bfloat16)``). Any ``optim``
@@ -45,12 +42,6 @@ class CollageCallback(TrainerCallback):  # type: ignore[misc]  # its types are n
         backend: the backend, for ``backend.report()``.
     """
 
-    def __init__(self, *, in_backward: bool = False, **options: Unpack[GivenOptions]) -> None:
-        refuse_unknown(options, CollageCallback)
-        self._given = options
-        self.backend = CollageBackend(**options)
-        self.in_backward = in_backward
-
     def on_train_begin(
         self, args: Any, state: Any, control: Any, model: Any = None, optimizer: Any = None, **kwargs: Any
     ) -> None:
@@ -62,15 +53,13 @@ class CollageCallback(TrainerCallback):  # type: ignore[misc]  # its types are n
         if state is not None and state.global_step:
             folder = Path(args.output_dir, f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}")
             _refuse_left_out(optimizer, folder)
-        self.backend = join(optimizer, self._given, self.backend)
+        self.install(
+            optimizer,
+            model,
+            accumulate=lambda: GradientState().sync_gradients,
+            max_norm=args.max_grad_norm,
+        )
         _put_first(self)
-        if self.in_backward:
-            step_in_backward(
-                model,
-                optimizer,
-                accumulate=lambda: GradientState().sync_gradients,
-                max_norm=args.max_grad_norm or None,
-            )
 
     def on_epoch_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Measure the steps that the trainer logs."""

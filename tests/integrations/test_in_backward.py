@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 
 from collage_fx import backend_of, full_value
 from collage_fx.errors import InvalidOptionError
+from collage_fx.integrations.trainers import InstallingCallback
 from tests.integrations import test_lightning as lightnings
 from tests.integrations import test_transformers as transformers_own
 
@@ -165,3 +167,19 @@ def test_a_misspelt_keyword_is_named(trainer: str) -> None:
     call = functools.partial(module.prepare, None) if trainer == "accelerate" else module.CollageCallback
     with pytest.raises(InvalidOptionError, match="'in_backwards'; did you mean in_backward"):
         call(in_backwards=True)
+
+
+@pytest.mark.parametrize("in_backward", [False, True])
+@pytest.mark.parametrize("max_norm", [None, 0.5])
+@pytest.mark.parametrize("clips_values", [False, True])
+def test_clipping_by_value_is_refused_in_the_backward_pass_alone(
+    in_backward: bool, max_norm: float | None, clips_values: bool
+) -> None:
+    layer = nn.Linear(4, 4).bfloat16()
+    optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)
+    callback = InstallingCallback(in_backward=in_backward, strategy="light")
+    refused = in_backward and max_norm is not None and clips_values
+    with pytest.raises(InvalidOptionError, match="clipped by value") if refused else nullcontext():
+        callback.install(optimizer, layer, accumulate=1, max_norm=max_norm, clips_values=clips_values)
+    assert backend_of(optimizer) is callback.backend
+    assert callback.backend.options.strategy == "light"
