@@ -56,10 +56,10 @@ class CompensateWide(Pass):
         for state, skip in zip(program.expanded, skips, strict=True):
             graph.restore(editor, state, skip)
         for state in program.expanded:
-            if state.packed:
+            if not state.hi:
                 editor.graph.erase_node(state.store)
         for expansion in program.expansions:
-            if expansion.packed:  # a value without memory, since the step does not use its hi
+            if not expansion.hi:  # a value without memory, since the step does not use its hi
                 value = expansion.placeholder.meta["val"]
                 with editor.fake_mode:
                     expansion.placeholder.meta["val"] = value.new_empty(()).expand(value.shape)

@@ -695,7 +695,7 @@ FEATURES = {
     r"[Dd]ither|phase": (27, 24, 23, 20),
     r"[Rr]ecord(ed|ing|er)\b": (23, 21, 20),
     r"\bmember": (17, 16, 13),
-    r"[Pp]acked|pack_state": (31, 30, 29, 28, 26, 25),
+    r"[Pp]acked|pack_state": (31, 30, 29, 28, 26, 25, 18),
     r"DTensor": (6, 5),
 }
 

@@ -28,7 +28,7 @@ from collage_fx.capture import Families, describe_input, is_of_concern, refuse_o
 from collage_fx.graph import Reason, Role, is_float32_tensor, is_low_precision_tensor, placeholders
 from collage_fx.lowering import Lowered, interpreted, lower, why_not_compiled
 from collage_fx.metrics import Meter, MeteredStep
-from collage_fx.numerics import ERROR_FORMATS, PACKED_FORMATS, WEIGHT_FORMATS, ErrorFormat, short_name
+from collage_fx.numerics import ERROR_FORMATS, WEIGHT_FORMATS, ErrorFormat, short_name
 from collage_fx.options import Options
 from collage_fx.options.budgets import TOLERANCE, Budget, best_budget, budgets_for, budgets_for_parts
 from collage_fx.pipeline import ANALYSIS, SUMMING, in_float32, run_pipeline
@@ -157,11 +157,8 @@ class Compilation:
                     capture.note_forward((*self.module.parameters(), *self.arguments))
                 elif torch.is_grad_enabled():
                     torch_compat.remove_gradient_modes(self.module)
-            packed = [*filter(state.is_packed, (*self.module.parameters(), *self.arguments))]
-            if packed:  # weights that the trace of a function has decoded: Dynamo traces it again
-                for each in packed:
-                    state.unpack(each)
-                raise torch_compat.ConvertAgain
+            if any([*map(state.unpack, (*self.module.parameters(), *self.arguments))]):
+                raise torch_compat.ConvertAgain  # weights that the trace of a function has decoded
             self._read_numbers_in_python()
             step = self._by_family(needs_grad=needs_grad)
             if self.only_by_family and isinstance(step, Reason):
@@ -403,7 +400,7 @@ class Compilation:
         """Describe inputs; add facts about their records that must be equal in a family."""
         named = enumerate(zip(values, names, strict=True))
         infos = [describe_input(value, name, self.known, bound=i < bound) for i, (value, name) in named]
-        return [(info, (_input_has_error_terms(info), _packed_format(info))) for info in infos]
+        return [(info, info.tensor is not None and state.stored_as(info.tensor)) for info in infos]
 
     def _sums_changes(self, gm: GraphModule) -> bool:
         """Return whether a graph has an update whose changes are summed."""
@@ -453,8 +450,7 @@ class Compilation:
         self.read_rounded = self._read_rounded(traced)
         if any(is_low_precision_tensor(node) for node in updated):
             return None
-        known = any(_input_has_error_terms(info) or _packed_format(info) is not None for info in traced.infos)
-        if updated and (known or self._may_get_terms(traced)):
+        if updated and (any(map(_holds_more, traced.infos)) or self._may_get_terms(traced)):
             return None  # for example a float32 average of compensated parameters
         computed = set(traced.gm.graph.nodes) - set(placeholders(traced.gm.graph))
         if updated and self.recorded and any(map(is_low_precision_tensor, computed)):
@@ -589,20 +585,20 @@ class Compilation:
         for entry in program.states:
             for index in repetition.copies[entry.position] if entry.info.role is not Role.NEW else ():
                 if (tensor := program.infos[index].tensor) is not None:
-                    state.choose_new(tensor, keep=entry.compensated or entry.packed)
+                    state.choose_new(tensor, keep=entry.holds_more)
                     capture.note_write(tensor, compensated=entry.compensated)
                     owner = self._owner(tensor)
                     owner = tensor if owner is None else owner
                     if not self.recorded and isinstance(owner, torch.nn.Parameter):
                         self.updated.append(owner)
-        known_packed = any(map(_packed_format, traced.infos))
+        holds_codes = any(map(_holds_more, traced.infos))
         self._drop_codes(program)
         with torch_compat.generated_code() as code:
             if is_rewritten:
                 made = self.backend.lower(program, example_inputs, traced.inductor_options)
             else:
                 made = self._lower_as_captured(traced)
-                if known_packed:
+                if holds_codes:
                     made = made._replace(step=_with_memory(made.step))
         if isinstance(made, Reason):
             return made
@@ -641,7 +637,7 @@ class Compilation:
             note=" ".join(filter(None, (note_of_sums, self._note_of_decay(program, others)))),
         )
         pass_log.lowered(told.code)
-        is_kept = any(entry.compensated or entry.packed for entry in program.states)
+        is_kept = any(entry.holds_more for entry in program.states)
         self._keep(told, compensated=is_kept, started=started)
         return made.step
 
@@ -674,32 +670,34 @@ class Compilation:
     def _drop_codes(self, program: graph.StepProgram) -> None:
         """Release the codes of float32 state that this step, by other options, does not pack."""
         copies = program.repetition.copies
-        packs = {i for entry in program.states if entry.packed for i in copies[entry.position]}
-        for tensor in (info.tensor for i, info in enumerate(program.infos) if i not in packs):
-            if tensor is not None and tensor.dtype is torch.float32 and state.packed_format(tensor):
+        kept = {i for entry in program.states if entry.holds_more for i in copies[entry.position]}
+        for tensor in (info.tensor for i, info in enumerate(program.infos) if i not in kept):
+            if tensor is not None and tensor.dtype is torch.float32 and state.holds_more(tensor):
                 state.reset_error_terms(tensor)
 
     def _accepted(self, traced: _Traced) -> graph.StepProgram:
         """Make the program that enters the pipeline; raise if the step cannot be compensated."""
-        packed, packs = self.options.state, self.options.packs and not self.recorded
-        weights = self.options.weights
+        options, packs = self.options, self.options.packs and not self.recorded
+        asked = Budget(options.strategy, options.error_format)
+        if not self.recorded:
+            weights = options.weights if self.optimizers else None
+            asked = replace(asked, state=options.state, weights=weights)
         program = graph.StepProgram(
             graph.copy_of(traced.gm),
             traced.infos,
-            self.options.strategy,
+            options.strategy,
             # Values that one graph of a recorded step hands to another are on no path from a state to it.
-            "wide" if self.recorded else self.options.arithmetic,
-            ERROR_FORMATS[self.options.error_format],
+            "wide" if self.recorded else options.arithmetic,
+            ERROR_FORMATS[options.error_format],
             traced.repetition,
             is_recorded=bool(self.recorded),
             is_compiled=self.is_compiled,
-            rounding=self.options.rounding,
-            changes=self.options.changes,
-            packed=None if packed is None or self.recorded else PACKED_FORMATS[packed],
-            weights=WEIGHT_FORMATS[weights] if weights and self.optimizers and not self.recorded else None,
-            takes_float32=packs or self.options.sums_float32,
-            sums_float32=self.options.sums_float32,
+            rounding=options.rounding,
+            changes=options.changes,
+            takes_float32=packs or options.sums_float32,
+            sums_float32=options.sums_float32,
         )
+        program = asked.applied_to(program)
         inputs = enumerate(traced.inputs)
         having = [(i, node, _record(info)) for i, (node, info) in inputs if _input_has_error_terms(info)]
         new = {i for i, _, record in having if record is not None and record.is_new}
@@ -709,9 +707,9 @@ class Compilation:
         program.has_lasting_terms = frozenset(i for i, _, _ in having if i not in new)
         program.may_get_terms = self._may_get_terms(traced) - program.already_compensated
         program.coded_weights = {
-            i: fmt
+            i: record.format
             for i, (_, info) in enumerate(traced.inputs)
-            if not self.optimizers and (fmt := _packed_format(info)) and fmt in WEIGHT_FORMATS.values()
+            if not self.optimizers and (record := _record(info)) and record.format in WEIGHT_FORMATS.values()
         }
         program.already_compensated |= program.coded_weights.keys()
         if any(node not in traced.stores for _, node, _ in having):
@@ -954,9 +952,8 @@ def _record(info: graph.InputInfo) -> state.ErrorTermRecord | None:
     return None if info.tensor is None else state.record_of(info.tensor)
 
 
-def _packed_format(info: graph.InputInfo) -> ErrorFormat | None:
-    """Return the packed format of an input's tensor; None if it is not packed."""
-    return None if info.tensor is None else state.packed_format(info.tensor)
+def _holds_more(info: graph.InputInfo) -> bool:
+    return info.tensor is not None and state.holds_more(info.tensor)
 
 
 def _with_memory(step: Callable[[list[Any]], Any]) -> Callable[[list[Any]], Any]:

@@ -434,9 +434,9 @@ class _Recording:
                         "(DistributedDataParallel), or step the optimizer without this backend",
                     )
             # A single step may unpack state: the next compiled step packs it again.
-            if not self.is_for_one_step and (packed := backend.options.state) is not None:
+            if not self.is_for_one_step and (asked := backend.options.state) is not None:
                 raise errors.InvalidOptionError(
-                    f"state={packed!r} packs state, which needs a step that is captured whole; this one is "
+                    f"state={asked!r} packs state, which needs a step that is captured whole; this one is "
                     f"recorded, operation by operation: {self.reason}",
                     where=f"{type(optimizer).__name__}.step",
                     remedy="give bytes_per_parameter=8 or 10, which pack nothing then, or leave state= out; "

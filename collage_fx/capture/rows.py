@@ -36,7 +36,7 @@ from torch.optim import Optimizer
 from collage_fx import torch_compat
 from collage_fx.graph import device_facts
 from collage_fx.numerics import is_low_precision
-from collage_fx.state import has_error_terms, has_state, packed_format, parameter_names
+from collage_fx.state import has_state, parameter_names, stored_as
 from collage_fx.torch_compat import ThinnedLists, local_tensor, records, sharding_of
 
 
@@ -246,5 +246,5 @@ def layout_of(value: Tensor | None, left_out: torch.Size | None = None) -> tuple
         *((pieces, *layout_of(local_tensor(value))) if pieces is not None else ()),
         *(type(value), value.dtype, *sizes),
         *(value.requires_grad, value.is_leaf, value.is_inference(), value.is_conj(), value.is_neg()),
-        *(has_error_terms(value), packed_format(value)),
+        stored_as(value),
     )

@@ -128,6 +128,21 @@ class Expansion:
         return self.chosen_format is not None and not self.chosen_format.keeps_hi
 
     @property
+    def holds_more(self) -> bool:
+        """Whether more of the value is kept than hi: error terms, or packed codes."""
+        return self.chosen_format is not None and self.chosen_format.holds_more
+
+    @property
+    def hi(self) -> tuple[Node, ...]:
+        """Placeholder of hi; none if the tensor is packed, as its memory is freed between steps."""
+        return () if self.packed else (self.placeholder,)
+
+    def nbytes(self, like: torch.Tensor) -> tuple[int, int]:
+        """Return the bytes of hi, or of codes in its place, and of error terms, for a tensor like this."""
+        beside = 0 if self.chosen_format is None else self.chosen_format.nbytes(like)
+        return (beside, 0) if self.packed else (like.nbytes, beside)
+
+    @property
     def error_format(self) -> ErrorFormat:
         """Error format of a tensor that becomes an expansion."""
         assert self.chosen_format is not None

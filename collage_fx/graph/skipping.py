@@ -68,7 +68,7 @@ def restore(editor: GraphEditor, state: StateTensor, skips: Sequence[Skip]) -> N
     A condition for each element does not concern a count, which is 0-d: the step is taken for some elements.
     """
     stores = copies_to_inputs(editor.graph)
-    for part in state.written if state.packed else (state.placeholder, *state.written):
+    for part in (*state.hi, *state.written):
         store = stores[part]
         with editor.graph.inserting_before(store):
             for skip in reversed(skips):

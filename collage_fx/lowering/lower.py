@@ -162,12 +162,12 @@ def _expected(program: StepProgram, *, all_layouts: bool) -> tuple[list[Expected
     With ``all_layouts`` nothing else looks at sizes and strides, which are numbers then.
     """
     nodes, stores = graph.placeholders(program.gm.graph), graph.copies_to_inputs(program.gm.graph)
-    packed = {each.position for each in program.expansions if each.packed}  # their own memory is not touched
+    freed = {each.position for each in program.expansions if not each.hi}
     copies_of = program.extended.copies_of
     values = {
         index: (node, value)
         for i, node in enumerate(nodes)
-        if i not in packed
+        if i not in freed
         for index, value in copies_of(i, node.meta["val"])
     }
     given: list[Expected] = []
@@ -214,7 +214,7 @@ def _whole(program: StepProgram, example_inputs: Sequence[Any], inductor_options
     add_to_cache_key(program.gm, revision=REVISION)
     inputs = [*example_inputs, *(node.meta["val"] for node in added)]
     for expansion in program.expansions:
-        if expansion.packed:  # it has no memory in a step, and so not the strides that it was captured with
+        if not expansion.hi:  # it has no memory in a step, and so not the strides that it was captured with
             inputs[expansion.position] = expansion.placeholder.meta["val"]
     with inductor_config.patch(_settings(program)):
         return compile_somehow(program.gm, inputs, **{**inductor_options, "static_input_idxs": static})

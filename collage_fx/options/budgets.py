@@ -202,9 +202,8 @@ def _bytes(program: StepProgram) -> float:
     elements, held = 0, _other_state(program)
     for state in program.states:
         copies, value = len(program.repetition.copies[state.position]), state.value
-        fmt = state.chosen_format
-        held += copies * (0 if state.packed or state.info.role is Role.GRADIENT else value.nbytes)
-        held += copies * (0 if fmt is None else fmt.nbytes(value))
+        own, beside = state.nbytes(value)
+        held += copies * (beside if state.info.role is Role.GRADIENT else own + beside)
         elements += copies * value.numel() * (state.info.role is Role.PARAMETER)
     return held / elements if elements else 0.0
 

@@ -19,7 +19,7 @@ from collage_fx.numerics import ERROR_FORMATS
 from collage_fx.options.budgets import Budget
 from collage_fx.pipeline import Pass, Stage, run_pipeline, up_to_choosing
 from collage_fx.report.prediction import Updates
-from collage_fx.report.tensors import TensorReport, Treatment, bytes_per_parameter, tensor_report
+from collage_fx.report.tensors import TensorReport, tensor_report, treated
 
 if TYPE_CHECKING:
     from collage_tools.pages import Picture
@@ -95,19 +95,7 @@ class GraphReport:
     @property
     def headline(self) -> str:
         """Headline: ``AdamW: 148 parameters and 148 exp_avg_sq compensated, 4.0 extra bytes/param``."""
-        counts: dict[tuple[graph.Role, str], list[TensorReport]] = {}
-        for row in self.tensors:
-            if row.compensated:
-                counts.setdefault((row.role, row.symbol), []).append(row)
-        done = [Treatment(tuple(rows)).counted for rows in counts.values()]
-        packed = sum(row.packed for row in self.tensors)
-        if packed and not done:
-            return f"{self.subject}: {packed} state tensors packed"
-        listed = " and ".join([", ".join(done[:-1]), done[-1]] if len(done) > 1 else done) or "nothing"
-        extra = bytes_per_parameter(self.tensors)["error terms"]
-        cost = f", {extra:.1f} extra bytes/param" if extra > 0 else ""
-        also = f", {packed} state tensors packed" if packed else ""
-        return f"{self.subject}: {listed} compensated{cost}{also}"
+        return f"{self.subject}: {treated(self.tensors)}"
 
     def stages(self) -> list[Stage]:
         """Run the passes again on :attr:`before`, and return the graph after each."""

@@ -95,7 +95,7 @@ def tensor_report(state: StateTensor, shape: Sequence[int] | None = None) -> Ten
     value = state.value
     shape = tuple(map(current_size, shape or value.shape))
     like = torch.empty(shape, dtype=value.dtype, device="meta")  # sizes of value may be symbols
-    fmt = state.chosen_format
+    own, beside = state.nbytes(like)
     return TensorReport(
         name=state.info.name,
         symbol=state.info.symbol,
@@ -108,11 +108,11 @@ def tensor_report(state: StateTensor, shape: Sequence[int] | None = None) -> Ten
         reason=state.verdict.reason,
         compensated=state.compensated,
         selection=state.selection,
-        error_format="" if fmt is None else fmt.name,
+        error_format="" if state.chosen_format is None else state.chosen_format.name,
         packed=state.packed,
         is_repaid=bool(state.rounded),
-        bytes=state.error_format.nbytes(like) if state.packed else like.nbytes,
-        error_bytes=0 if fmt is None or state.packed else fmt.nbytes(like),
+        bytes=own,
+        error_bytes=beside,
         inputs=(state.placeholder.name, *(node.name for node in state.added_inputs)),
     )
 
@@ -180,6 +180,23 @@ _treatment = attrgetter(
     *("dtype", "role", "symbol", "kind", "expression", "lossy", "reason"),
     *("compensated", "selection", "error_format"),
 )
+
+
+def treated(rows: Sequence[TensorReport]) -> str:
+    """Count rows by treatment: ``148 parameters compensated, 2.0 extra bytes/param``."""
+    counts = defaultdict[Any, list[TensorReport]](list)
+    for row in rows:
+        if row.compensated:
+            counts[row.role, row.symbol].append(row)
+    done = [Treatment(tuple(rows)).counted for rows in counts.values()]
+    packed = sum(row.packed for row in rows)
+    also = [f"{packed} state tensors packed"] if packed else []
+    if done or not packed:
+        listed = " and ".join([", ".join(done[:-1]), done[-1]] if len(done) > 1 else done) or "nothing"
+        extra = bytes_per_parameter(rows)["error terms"]
+        cost = [f"{extra:.1f} extra bytes/param"] if extra > 0 else []
+        also = [f"{listed} compensated", *cost, *also]
+    return ", ".join(also)
 
 
 def bytes_per_parameter(rows: Sequence[TensorReport], other_state: int = 0) -> dict[str, float]:

@@ -20,11 +20,11 @@ from collage_fx.state.error_terms import (
     holds_more,
     is_same_memory,
     note_new,
-    packed_format,
     record_of,
     records_version,
     require_format,
     reset_error_terms,
+    stored_as,
     write,
 )
 from collage_fx.state.host_twins import host_twin, set_host_twin, uploading

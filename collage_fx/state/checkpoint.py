@@ -240,7 +240,7 @@ def note_compiled(optimizer: Optimizer) -> None:
         if (before := format_before(name, optimizer)) is not None:  # torch has replaced this state tensor
             error_terms.ensure_record(tensor, before, name=name)
         record = error_terms.record_of(tensor)
-        if record is None or not record.holds_more or record.is_whole or is_packed(tensor):
+        if record is None or not record.format.holds_more or record.is_whole or is_packed(tensor):
             continue  # it needs no error terms, or its whole value has been loaded since
         if wider is not None:
             with real_tensors():
@@ -352,7 +352,7 @@ def _keyed_auxiliaries(
                 if auxiliary.dim():  # a 0-d auxiliary is the same in all processes
                     saved = distributed_like(tensor, saved, spec.saved_shape)
                 yield f"{name}.{record.format.name}.{spec.name}", saved
-            if record.holds_more and not is_state:
+            if record.format.holds_more and not is_state:
                 table = table_of(_fingerprint_of(tensor, record), tensor)
                 yield f"{name}.{record.format.name}.{FINGERPRINT}", table
 

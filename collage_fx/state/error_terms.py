@@ -197,11 +197,6 @@ class ErrorTermRecord:
         return (*self.auxiliaries, self.start) if self.format.is_dithered else self.auxiliaries
 
     @property
-    def holds_more(self) -> bool:
-        """Whether the buffers hold more bits than hi: as an error term, or as packed codes."""
-        return self.format.keeps_error or not self.format.keeps_hi
-
-    @property
     def is_current(self) -> bool:
         """Whether the buffers hold the value; False if an unpacked tensor has been written to since."""
         tensor = self.owner()
@@ -350,7 +345,7 @@ def has_error_terms(tensor: Tensor) -> bool:
 def holds_more(tensor: Tensor) -> bool:
     """Return whether a tensor has error terms, or is packed."""
     found = record_of(host_twin(tensor))
-    return found is not None and found.holds_more
+    return found is not None and found.format.holds_more
 
 
 def note_new(tensor: Tensor) -> None:
@@ -369,10 +364,10 @@ def choose_new(tensor: Tensor, *, keep: bool) -> None:
             reset_error_terms(tensor)
 
 
-def packed_format(tensor: Tensor) -> ErrorFormat | None:
-    """Return the packed format of a tensor that compiled steps pack; None for other tensors."""
+def stored_as(tensor: Tensor) -> Hashable:
+    """Return the facts that code depends on: whether a tensor has error terms, and its packed format."""
     found = record_of(tensor)
-    return None if found is None or found.format.keeps_hi else found.format
+    return has_error_terms(tensor), None if found is None or found.format.keeps_hi else found.format
 
 
 def _in_memory_of(tensor: Tensor) -> ErrorTermRecord | None:

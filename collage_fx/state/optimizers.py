@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 
 from collage_fx.graph import Role
 from collage_fx.numerics import STORAGE_FORMATS, is_low_precision
-from collage_fx.state.error_terms import packed_format, record_of, reset_error_terms
+from collage_fx.state.error_terms import record_of, reset_error_terms
 from collage_fx.state.packed import is_packed, unpack
 from collage_fx.torch_compat import bytes_of, detect_fake_mode, is_wrapper, pytree, sharding_of
 
@@ -200,7 +200,8 @@ def unpack_all(optimizer: Optimizer, *, for_good: bool = False) -> None:
     """Unpack an optimizer's packed tensors, for code that has to see ordinary tensors, or for good."""
     for known in known_tensors({"self": optimizer}).values():
         unpack(known.tensor)
-        if for_good and packed_format(known.tensor) is not None:
+        record = record_of(known.tensor) if for_good else None
+        if record is not None and not record.format.keeps_hi:
             reset_error_terms(known.tensor)
 
 

@@ -194,11 +194,13 @@ def move_packed(tensor: Tensor, device: torch.device) -> None:
         piece.data = nothing.expand(piece.shape)
 
 
-def unpack(tensor: Tensor) -> None:
-    """Give a packed tensor memory of its own, with its value; do nothing for other tensors."""
-    if isinstance(tensor, PackedTensor):
-        with without_torch_function():
-            _restore_memory(tensor, decoded(tensor))
+def unpack(tensor: Any) -> bool:
+    """Give a packed tensor memory of its own, with its value; return whether it was packed."""
+    if not isinstance(tensor, PackedTensor):
+        return False
+    with without_torch_function():
+        _restore_memory(tensor, decoded(tensor))
+    return True
 
 
 def decoded(tensor: Tensor) -> Tensor:

@@ -58,7 +58,8 @@ class _Held:
     def __init__(self, optimizer: Optimizer) -> None:
         self.slots = list(_slots_of(optimizer))
         found = ((slot.name, record_of(slot.value)) for slot in self.slots if slot.name)
-        self.formats = {name: each.format for name, each in found if each is not None and each.holds_more}
+        formats = ((name, each.format) for name, each in found if each is not None)
+        self.formats = {name: each for name, each in formats if each.holds_more}
         self.written = _write_detector(self.slots, type(optimizer).__name__)
         self._entries = list(optimizer.state.values())
         looked_at = [slot for slot in self.slots if type(slot.container) is not type(optimizer.state)]

@@ -12,7 +12,7 @@ from collage_fx import CollageBackend, CollageReport, explain
 from collage_fx.choices import Strategy
 from collage_fx.graph.program import Kind, Role
 from collage_fx.report.tables import TEXT_WIDTH, section
-from collage_fx.report.tensors import TensorReport, treatments
+from collage_fx.report.tensors import TensorReport, treated, treatments
 from tests.support.training import Descent, parameters, run_steps
 
 NAMES = [
@@ -274,3 +274,15 @@ def test_a_recompilation_replaces_rows_and_a_report_is_a_snapshot() -> None:
     assert [row.name for row in backend.report().tensors] == [row.name for row in early.tensors]
     assert all("lr" in row.recurrence for row in backend.report().tensors)
     assert all("0.000244141" in row.recurrence for row in early.tensors)
+
+
+def test_rows_are_counted_by_what_is_done_to_them(reports: dict[str, CollageReport]) -> None:
+    parameters_of, moments, squares = (rows.rows for rows in treatments(reports["plus"].tensors))
+    packed = [dataclasses.replace(row, packed=True, error_bytes=0) for row in moments]
+    done = "5 parameters and 5 × exp_avg_sq compensated"
+    alone = [dataclasses.replace(row, error_bytes=0) for row in (*parameters_of, *squares)]
+    assert treated([*parameters_of, *squares]).startswith(f"{done}, 4.")
+    assert treated(alone) == done
+    assert treated([*alone, *packed]) == f"{done}, 5 state tensors packed"
+    assert treated(packed) == "5 state tensors packed"
+    assert treated(moments) == treated([]) == "nothing compensated"

@@ -171,6 +171,11 @@ class ErrorFormat(ABC):
     #: rounding] in ``numerics/dither.py``), and not the result of :meth:`store`. Then the step counts itself.
     dithers_sums: ClassVar[bool] = False
 
+    @property
+    def holds_more(self) -> bool:
+        """Whether more of a value is kept than hi: error terms, or packed codes."""
+        return self.keeps_error or not self.keeps_hi
+
     def why_not(self, hi: Tensor) -> str:
         """Return why a tensor of these sizes and strides cannot have this format; empty if it can.
 
