@@ -79,7 +79,7 @@ class Repay(Pass):
 def _is_moment(program: StepProgram, state: StateTensor) -> bool:
     """Return whether a rounded state keeps a constant share of its old value, and its errors for a while."""
     fmt, slopes = state.error_format, state.recurrence.slopes
-    if state.info.role is not Role.STATE or fmt.keeps_error or not fmt.is_dithered:
+    if state.info.role is not Role.STATE or not fmt.is_repayable:
         return False
     if len(slopes) != 1 or not slopes[0].is_number or not 0 < slopes[0] < 1:
         return False
@@ -142,8 +142,8 @@ def _repay(editor: GraphEditor, program: StepProgram, state: StateTensor) -> boo
         repaid = editor.call(aten.sub.Tensor, moment, later)
     for reader in way.readers:
         reader.replace_input_with(moment, repaid)
-    rounding = "to nearest" if way.is_alone else "by dither"
-    why, _, _ = state.selection.partition("; rounded by dither")
+    why, _, _ = state.selection.partition("; rounded ")
+    rounding = "to nearest" if way.is_alone else "up or down"
     state.selection = f"{why}; rounded {rounding}, which each update repays"
     if way.is_alone:
         state.rounded, state.counts_steps = parts, is_counted

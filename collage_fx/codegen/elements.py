@@ -241,7 +241,7 @@ def has_spelling(node: Node) -> bool:
 
     An operation whose result is no tensor (a list of tensors, a size) has none.
     """
-    if node.target in FUNCTIONS or node.target in (numerics.PHASES, *numerics.BLOCK_OPERATORS):
+    if node.target in FUNCTIONS or node.target in (*numerics.PLACED, *numerics.BLOCK_OPERATORS):
         return True
     result = tensor_value(node)
     if result is None:
@@ -350,8 +350,9 @@ class _Rewriter:
         args: tuple[Any, ...] = node.args
         if target in FUNCTIONS:
             return self._call(FUNCTIONS[target], args, node, dtype)
-        if target is numerics.PHASES:
-            return self._call(numerics.phase_at, (self._call(place, (), node, dtype), *args[1:]), node, dtype)
+        if target in numerics.PLACED:
+            at = self._call(place, (), node, dtype)
+            return self._call(numerics.PLACED[target], (at, *args[1:]), node, dtype)
         if target is numerics.BLOCK_VALUES:
             codes, scales, *of_kind = args
             unit = self._call(numerics.block_unit, (scales, *of_kind), scales)

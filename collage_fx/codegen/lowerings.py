@@ -41,10 +41,13 @@ def _of_elements(
     return of_element
 
 
-def _phase_of_element(dtype: torch.dtype, place: Any, *phase_and_first: Any) -> Any:
-    """Return the phase of an element, from its place and the phase of the first element: Note [Dither]."""
-    dtypes = dtype, *(torch.int32,) * len(phase_and_first)
-    return _of_elements(numerics.phase_at, dtypes)([place, *phase_and_first])
+def _of_place(function: Callable[..., Tensor]) -> Callable[..., Any]:
+    """Return the code for one element of a function of places in memory and numbers."""
+
+    def of_element(dtype: torch.dtype, place: Any, *numbers: Any) -> Any:
+        return _of_elements(function, (dtype, *[torch.int32] * len(numbers)))([place, *numbers])
+
+    return of_element
 
 
 def _scale_of_block(largest: Any, signed: bool) -> Any:
@@ -52,12 +55,12 @@ def _scale_of_block(largest: Any, signed: bool) -> Any:
     return _of_elements(numerics.block_scale, (torch.float32,))([root])
 
 
-def _code_of_element(value: Any, scale: Any, phase: Any, *kind: Any) -> Any:
+def _code_of_element(value: Any, scale: Any, threshold: Any, *kind: Any) -> Any:
     root = _of_elements(numerics.in_map, (torch.float32,), kind[1:2])([value])
     given, dtypes = [root, scale], (torch.float32, torch.uint8)
-    if phase is None:
+    if threshold is None:
         return _of_elements(numerics.block_code, dtypes, (None, *kind))(given)
-    return _of_elements(numerics.block_code, (*dtypes, torch.int32), kind)([*given, phase])
+    return _of_elements(numerics.block_code, (*dtypes, torch.int32), kind)([*given, threshold])
 
 
 def _value_of_element(code: Any, scale: Any, *kind: Any) -> Any:
@@ -70,7 +73,8 @@ for _each in numerics.ELEMENTWISE:
         lambda *constants, of=_each: _of_elements(of.function, of.dtypes, constants),
         dtype=_each.result,
     )
-torch_compat.register_placed_lowering(numerics.PHASES, _phase_of_element)
+for _operator, _function in numerics.PLACED.items():
+    torch_compat.register_placed_lowering(_operator, _of_place(_function))
 torch_compat.register_block_lowerings(
     numerics.BLOCK_OPERATORS,
     (_scale_of_block, _code_of_element, _value_of_element),

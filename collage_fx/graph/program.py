@@ -226,12 +226,11 @@ class StateTensor(Expansion):
 
     @property
     def written(self) -> tuple[Node, ...]:
-        """Auxiliaries that the step writes: without the count of dither if it rounds nothing by dither."""
-        if self.chosen_format is None or not self.chosen_format.is_dithered:
+        """Auxiliaries that the step writes: without a count of steps that nobody needs."""
+        fmt, in_sum = self.chosen_format, self.keeps_small_updates
+        if self.counts_steps or fmt is None or fmt.writes_all(in_sum=in_sum, to_nearest=bool(self.rounded)):
             return self.auxiliaries
-        is_dithered = self.keeps_small_updates if self.chosen_format.dithers_sums else not self.rounded
-        is_counted = is_dithered or self.counts_steps
-        return self.auxiliaries if is_counted else self.auxiliaries[:-1]
+        return self.auxiliaries[:-1]
 
     @property
     def depends_on_old_value(self) -> bool:

@@ -26,7 +26,6 @@ from collage_fx.numerics.blocks import units_of_block as units_of_block
 from collage_fx.numerics.blocks import why_no_blocks as why_no_blocks
 from collage_fx.numerics.dither import dithered as dithered
 from collage_fx.numerics.dither import dithered_sum as dithered_sum
-from collage_fx.numerics.dither import phase_at as phase_at
 from collage_fx.numerics.error_formats import COUNT as COUNT
 from collage_fx.numerics.error_formats import ERROR_FORMATS as ERROR_FORMATS
 from collage_fx.numerics.error_formats import PACKED_FORMATS as PACKED_FORMATS
@@ -54,6 +53,7 @@ from collage_fx.numerics.operators import DITHERED_SUM as DITHERED_SUM
 from collage_fx.numerics.operators import ELEMENTWISE as ELEMENTWISE
 from collage_fx.numerics.operators import PHASE as PHASE
 from collage_fx.numerics.operators import PHASES as PHASES
+from collage_fx.numerics.operators import PLACED as PLACED
 from collage_fx.numerics.operators import REST as REST
 from collage_fx.numerics.operators import ROUND_TO_STORAGE as ROUND_TO_STORAGE
 from collage_fx.numerics.operators import UPPER_HALF as UPPER_HALF

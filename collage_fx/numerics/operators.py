@@ -110,3 +110,5 @@ PHASES = define_operator(
     _like(torch.int32),
     torch.Tag.pointwise,
 )
+#: Operators ``(like, *numbers)`` of int32 -> functions of an element's place in memory, and the numbers.
+PLACED: dict[Any, Callable[..., Tensor]] = {PHASES: dither.phase_at}

@@ -194,7 +194,7 @@ class ErrorTermRecord:
             _follow(self, local_tensor(owner))
         if not self.format.keeps_hi:
             self._pack(name, was_used=was_used)
-        return (*self.auxiliaries, self.start) if self.format.is_dithered else self.auxiliaries
+        return self.format.operands(self.auxiliaries, self.start)
 
     @property
     def is_current(self) -> bool:

@@ -189,6 +189,11 @@ def belief(p: Tensor, m: Tensor, s: Tensor, g: Tensor) -> None:
 )
 def test_moments_of_linear_updates_are_repaid(step: Step, symbols: str, expected: dict[str, str]) -> None:
     assert repaid(step, symbols) == expected
+    for state in program_of(step, symbols).states:
+        if (stored := expected.get(state.info.symbol)) is not None:
+            why, *others = state.selection.split("; rounded ")
+            way = "to nearest" if stored == "nearest" else "up or down"
+            assert (why, others) == ("light: parameters only", [f"{way}, which each update repays"])
 
 
 def sign_of(p: Tensor, m: Tensor, g: Tensor) -> None:

@@ -287,6 +287,19 @@ class ErrorFormat(ABC):
         """Return the specifications of the inputs of :meth:`store` behind hi."""
         return [*self.auxiliaries(hi), *[START] * self.is_dithered]
 
+    def operands(self, auxiliaries: Sequence[Tensor], start: Tensor) -> tuple[Tensor, ...]:
+        """Return the tensors of :meth:`inputs`, in their order."""
+        return (*auxiliaries, *[start] * self.is_dithered)
+
+    def writes_all(self, *, in_sum: bool, to_nearest: bool) -> bool:
+        """Return whether a step writes all auxiliaries, dither rounds its last sum, or its result."""
+        return in_sum if self.dithers_sums else not to_nearest
+
+    @property
+    def is_repayable(self) -> bool:
+        """Whether :meth:`store_nearest` may round a moment whose errors are repaid; no error term does it."""
+        return self.is_dithered and not self.keeps_error
+
     def zeros(self, hi: Tensor) -> list[Tensor]:
         """Return the inputs of ``store`` behind hi for a tensor that is exactly hi."""
         return [spec.zeros(hi.device) for spec in self.inputs(hi)]
