@@ -693,7 +693,7 @@ FEATURES = {
     r"track_changes|changed_weights|[Cc]hanges\b|bitmap": (31, 16, 14, 8),
     r"[Mm]etric|measured": (22, 20, 14),
     r"[Dd]ither|phase": (27, 24, 23, 20, 16),
-    r"[Rr]ecord(ed|ing|er)\b": (23, 21, 20),
+    r"[Rr]ecord(ed|ing|er)\b": (23, 21, 20, 16),
     r"\bmember": (17, 16, 13),
     r"[Pp]acked|pack_state": (31, 30, 29, 28, 26, 25, 18),
     r"DTensor": (6, 5),

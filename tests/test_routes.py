@@ -219,3 +219,8 @@ def test_the_route_is_in_why_and_in_the_log(caplog: pytest.LogCaptureFixture) ->
     assert "ompiled by family" not in str(report)
     assert report.why() == "AdamW: captured, compiled by family"
     assert report.why() in caplog.messages
+
+
+def test_a_route_with_its_cause_says_why_dynamo_did_not_capture_the_step() -> None:
+    assert Route("in parts").with_cause() == "captured, compiled in parts"
+    assert Route("in parts", "it branches").with_cause() == "recorded, compiled in parts (it branches)"

@@ -126,6 +126,7 @@ class Compilation:
         self.settings = settings
         # A helper that a step calls, or the rest of a step after a graph break, may not name the optimizer.
         self.recorded, self.is_compiled, stepped, self.only_by_family = capture.RecordedPart.of(module)
+        self.is_recorded = bool(self.recorded)
         variables = {
             **torch_compat.traced_frame_variables(),
             "stepped": torch_compat.optimizer_being_stepped() or stepped(),
@@ -690,7 +691,7 @@ class Compilation:
             "wide" if self.recorded else options.arithmetic,
             ERROR_FORMATS[options.error_format],
             traced.repetition,
-            is_recorded=bool(self.recorded),
+            is_recorded=self.is_recorded,
             is_compiled=self.is_compiled,
             rounding=options.rounding,
             changes=options.changes,
@@ -846,9 +847,8 @@ class Compilation:
 
     def _lower_as_captured(self, traced: _Traced) -> Lowered:
         """Lower a graph in which nothing is rewritten."""
-        gm, is_recorded = traced.gm, bool(self.recorded)
-        reason = why_not_compiled(gm.graph, is_recorded=is_recorded, is_compiled=self.is_compiled)
-        if reason is not None:
+        gm = traced.gm
+        if (reason := why_not_compiled(gm.graph, self)) is not None:
             return Lowered(interpreted(gm), "operation by operation", graph.not_taken(("in parts", reason)))
         step = self.backend.lower_as_captured(gm, traced.example_inputs, traced.inductor_options)
         return Lowered(step, "as captured")

@@ -67,6 +67,10 @@ class Route:
         words = ["recorded" if self.recorded else "captured", f"{self._treated} {self.unit}"]
         return ", ".join([*words, *(["measured"] if self.is_measured else [])])
 
+    def with_cause(self) -> str:
+        """Return the route in one line, with the reason why Dynamo did not capture the step."""
+        return f"{self} ({self.recorded})" if self.recorded else str(self)
+
     @property
     def _treated(self) -> str:
         return "run" if self.unit == "operation by operation" else "compiled"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -76,9 +76,7 @@ def lower(
         the compiled step; only for a graph of one member per family perhaps a reason, if it is not repeated.
     """
     repetition = program.repetition
-    not_compiled = why_not_compiled(
-        program.gm.graph, is_recorded=program.is_recorded, is_compiled=program.is_compiled
-    )
+    not_compiled = why_not_compiled(program.gm.graph, program)
     in_parts = not_compiled or step_in_parts(program)
     not_in_parts = in_parts if isinstance(in_parts, Reason) else None
     if isinstance(in_parts, StepInParts):
@@ -138,19 +136,24 @@ def _unless_it_fails(program: StepProgram, name: str, step: Callable[[_T], _T], 
         return given
 
 
-def why_not_compiled(step: Graph, *, is_recorded: bool, is_compiled: bool = True) -> Reason | None:
-    """Return why torch runs a step's graph operation by operation; None if the graph is compiled.
+class Origin(Protocol):
+    """Facts about the origin of a graph, as a program has them, and a compilation."""
 
-    Torch may have been told to compile nothing: then ``is_compiled`` is False.
+    is_recorded: bool
+    is_compiled: bool
+
+
+def why_not_compiled(step: Graph, of: Origin) -> Reason | None:
+    """Return why torch runs a step's graph operation by operation; None if the graph is compiled.
 
     An iteration that a recorded step writes out (roots of matrices, orthogonalizations) is hundreds of
     operations. Inductor calls the same products of matrices as torch does, and takes half a minute to write
     loops for what stands between them.
     """
-    if not is_compiled:
+    if not of.is_compiled:
         return Reason("torch has been told not to compile, by its stance or by TORCH_COMPILE_DISABLE")
     products = [node for node in step.nodes if graph.is_matrix_product(node.target)]
-    if not is_recorded or len(products) <= MOST_MATRIX_PRODUCTS:
+    if not of.is_recorded or len(products) <= MOST_MATRIX_PRODUCTS:
         return None
     what = f"torch runs what has more than {MOST_MATRIX_PRODUCTS} products of matrices"
     return Reason.at(products[MOST_MATRIX_PRODUCTS], what)

@@ -173,11 +173,8 @@ def frontier(budgets: Sequence[Budget]) -> list[Budget]:
 def _other_state(program: StepProgram) -> int:
     """Sum the bytes of state that no budget changes: wider, or only read. It is not in ``program.states``.
 
-    State of float64 parameters is not counted, and neither are numbers (0-d), nor any state in the parts of a
-    recorded step, which cannot be told from values that one part hands to another.
+    State of float64 parameters is not counted, and neither are numbers (0-d).
     """
-    if program.is_recorded:
-        return 0
     counted = {state.position for state in program.states}
     inputs = [
         (program.infos[copy], i, value)

@@ -449,9 +449,7 @@ def _describe_state(backend: CollageBackend, measured: Measurement) -> None:
             measured.packed.append(slot)
         else:
             measured.left.append((slot, tensor.selection))
-    routes = (each.route for each in backend.reports)
-    ways = (f"{route}{f' ({route.recorded})' if route.recorded else ''}" for route in routes)
-    measured.routes = list(dict.fromkeys(ways))
+    measured.routes = list(dict.fromkeys(each.route.with_cause() for each in backend.reports))
 
 
 def _judge(parameters: Parameters, measured: Measurement, *, warned: bool) -> None:

@@ -77,7 +77,7 @@ class _Elsewhere(CaptureOnly):
     def lower(
         self, program: StepProgram, example_inputs: Sequence[Any], inductor_options: dict[str, Any]
     ) -> Lowered | Reason:
-        why = why_not_compiled(program.gm.graph, is_recorded=program.is_recorded)
+        why = why_not_compiled(program.gm.graph, program)
         moved = replace(program, gm=self._move(program.gm))
         with self._device(), without_triton():
             self.step = why or step_in_parts(moved)

@@ -75,7 +75,7 @@ class CaptureOnly(CollageBackend):
     ) -> Lowered | graph.Reason:
         added = [node for state in program.expansions for node in state.added_inputs]
         small = _results_alone(program.gm, added)
-        not_compiled = why_not_compiled(program.gm.graph, is_recorded=program.is_recorded)
+        not_compiled = why_not_compiled(program.gm.graph, program)
         rules = not_compiled or rules_of(program.gm, always=not program.repetition.is_whole)
         if isinstance(rules, graph.Reason) and not program.repetition.is_whole:
             return rules
