@@ -50,7 +50,7 @@ __all__ = [
 ]
 
 #: Names of tools -> their modules, which are imported when a tool is first used.
-_TOOLS = {"checkup": "collage_tools.checkup", "gpu_code": "collage_tools.gpu_code"}
+_TOOLS = {name: f"collage_tools.{name}" for name in ("audit", "checkup", "gpu_code")}
 
 if TYPE_CHECKING or is_used(__name__):  # Note [First use] in torch_compat/first_use.py
     from collage_fx import optim
@@ -62,7 +62,6 @@ if TYPE_CHECKING or is_used(__name__):  # Note [First use] in torch_compat/first
     from collage_fx.state.error_terms import assign, error_terms, full_value, reset_error_terms
     from collage_fx.state.full_state import full_state_dict, load_full_state_dict, save_full_state_dict
     from collage_fx.state.replaced_state import move_state
-    from collage_fx.tools.audit import audit
     from collage_fx.tools.explain import explain
     from collage_fx.wings.conversion import Conversion, convert
     from collage_fx.wings.full_precision import FullPrecisionForward, full_precision_forward
@@ -79,6 +78,7 @@ if TYPE_CHECKING or is_used(__name__):  # Note [First use] in torch_compat/first
     )
 
 if TYPE_CHECKING:
+    from collage_tools.audit import audit
     from collage_tools.checkup import checkup
     from collage_tools.gpu_code import gpu_code
 else:  # for a type checker any name would be there

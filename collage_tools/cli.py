@@ -448,7 +448,7 @@ def _add_doctor_options(parser: argparse.ArgumentParser) -> None:
 
 
 def _doctor(options: argparse.Namespace, _: list[str]) -> int:
-    from collage_fx.tools import examine, patches
+    from collage_tools.doctor import examine, patches
 
     if options.patches:
         text, ok = patches()

@@ -22,10 +22,9 @@ from torch._inductor import config
 import collage_fx
 from collage_fx import choices
 from collage_fx.numerics import ERROR_FORMATS, PACKED_FORMATS
-from collage_fx.tools import doctor
 from collage_fx.torch_compat import PATCHES
 from collage_fx.torch_compat.patching import Patch
-from collage_tools import cli
+from collage_tools import cli, doctor
 from collage_tools.cli import main
 from collage_tools.gpu_code import imaginary_cuda
 from tests.support.substitutes import (

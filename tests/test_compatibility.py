@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from collage_fx.options.budgets import TOLERANCE
-from collage_fx.tools.audit import COMPENSATED, FAILED, REFUSED, UNSUPPORTED, Measurement, falls_short
+from collage_tools.audit import COMPENSATED, FAILED, REFUSED, UNSUPPORTED, Measurement, falls_short
 from tests.compatibility import __main__ as command
 from tests.compatibility import third_party, torch_optim
 from tests.compatibility.__main__ import ANSWER, DETAILS, MEASURED, pages

@@ -15,7 +15,7 @@ from torch._inductor.utils import fresh_cache, run_and_get_code
 
 from collage_fx.choices import Arithmetic, Strategy
 from collage_fx.runtime.batches import job_size
-from collage_fx.tools.audit import audit
+from collage_tools.audit import audit
 from tests.support.agreement import assert_half_ulp, assert_same, differences, trajectory
 from tests.support.float_bits import same_bits
 from tests.support.optimizers import Case, CompiledOptimizer, Tensors, gradients

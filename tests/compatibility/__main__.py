@@ -14,7 +14,7 @@ import time
 from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError
 
-from collage_fx.tools.audit import Measurement
+from collage_tools.audit import Measurement
 from tests.compatibility import results
 from tests.compatibility.catalog import Row, Variant
 from tests.compatibility.dtypes import section_of

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from collage_fx.tools.audit import STEPS, Parameters
+from collage_tools.audit import STEPS, Parameters
 
 __all__ = [
     "BEFORE_SAVED",

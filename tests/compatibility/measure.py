@@ -18,7 +18,7 @@ from collage_fx import CollageBackend, error_terms, install
 from collage_fx.errors import CollageError
 from collage_fx.graph import Role
 from collage_fx.state.optimizers import known_tensors
-from collage_fx.tools.audit import (
+from collage_tools.audit import (
     COMPENSATED,
     FAILED,
     INACCURATE,

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from tabulate import tabulate
 
-from collage_fx.tools.audit import COMPENSATED, FAILED, REFUSED, UNSUPPORTED
+from collage_tools.audit import COMPENSATED, FAILED, REFUSED, UNSUPPORTED
 from tests.compatibility.catalog import BEFORE_SAVED, OTHER_SHAPES, SHAPES, STEPS
 from tests.compatibility.table import NOT_TRIED, Key, Line, error_in, is_good
 

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 
-from collage_fx.tools.audit import Measurement
+from collage_tools.audit import Measurement
 from tests.compatibility.catalog import Variant
 
 __all__ = ["FOLDER", "load", "save"]

@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass, fields
 import torch
 
 from collage_fx.options.budgets import TOLERANCE
-from collage_fx.tools.audit import COMPENSATED, INACCURATE, REFUSED, UNSUPPORTED, Measurement, falls_short
+from collage_tools.audit import COMPENSATED, INACCURATE, REFUSED, UNSUPPORTED, Measurement, falls_short
 from tests.compatibility.catalog import BUDGETS, ON_OTHER_SHAPES, RESUMED, Row
 
 __all__ = [

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from collage_fx.tools.audit import Parameters
+from collage_tools.audit import Parameters
 from tests.compatibility.catalog import Subject
 
 __all__ = ["SUBJECTS"]

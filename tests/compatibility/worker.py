@@ -9,7 +9,7 @@ import signal
 from multiprocessing.connection import Connection
 from multiprocessing.context import SpawnProcess
 
-from collage_fx.tools.audit import FAILED, Measurement
+from collage_tools.audit import FAILED, Measurement
 from tests.compatibility.results import FOLDER
 
 __all__ = ["Worker"]

@@ -253,22 +253,22 @@ def recorded_steps_that_compile(count: int) -> AbstractContextManager[Any]:
 
 def doctor_finds(*devices: str) -> AbstractContextManager[Any]:
     """Context manager: the machine has these devices."""
-    return mock.patch("collage_fx.tools.doctor.devices", return_value=list(devices))
+    return mock.patch("collage_tools.doctor.devices", return_value=list(devices))
 
 
 def doctor_expects(patch: Patch) -> AbstractContextManager[Any]:
     """Context manager: one more patch is listed."""
-    return mock.patch("collage_fx.tools.doctor.PATCHES", (*PATCHES, patch))
+    return mock.patch("collage_tools.doctor.PATCHES", (*PATCHES, patch))
 
 
 def doctor_compiles(fails: Exception) -> AbstractContextManager[Any]:
     """Context manager: the steps of the self-test fail."""
-    return mock.patch("collage_fx.tools.doctor._compiled_steps", side_effect=fails)
+    return mock.patch("collage_tools.doctor._compiled_steps", side_effect=fails)
 
 
 def doctor_interrupted() -> AbstractContextManager[Any]:
     """Context manager: Ctrl-C is pressed while the command ``doctor`` runs."""
-    return mock.patch("collage_fx.tools.examine", side_effect=KeyboardInterrupt)
+    return mock.patch("collage_tools.doctor.examine", side_effect=KeyboardInterrupt)
 
 
 # Spies: what is seen is in no report. -----------------------------------------------------------------------

@@ -10,7 +10,7 @@ from torch.optim import SGD, AdamW, Optimizer
 
 from collage_fx import audit
 from collage_fx.errors import InvalidOptionError
-from collage_fx.tools.audit import (
+from collage_tools.audit import (
     COMPENSATED,
     FAILED,
     INACCURATE,

@@ -77,7 +77,7 @@ UNFIT = {
 STEPS = """
 import collage_fx, torch
 from collage_fx import CollageBackend, CollageError
-from collage_fx.tools import doctor
+from collage_tools import doctor
 from tests.support.training import parameters, set_gradients
 params = parameters()
 set_gradients(params)
@@ -118,7 +118,7 @@ from torch._dynamo.guards import GuardBuilder
 not_none = GuardBuilder.NOT_NONE_MATCH
 GuardBuilder.NOT_NONE_MATCH = lambda self, *given, **named: not_none(self, *given, **named)
 from collage_fx import CollageBackend
-from collage_fx.tools import doctor
+from collage_tools import doctor
 from collage_fx.torch_compat import PATCHES
 from tests.support.training import Lion, compiled, parameters, run_steps
 from collage_fx import full_value

@@ -21,13 +21,11 @@ import torch
 from tabulate import tabulate
 from torch import Tensor
 
-from collage_fx.backend import CollageBackend
+from collage_fx import CollageBackend, error_terms, full_value
 from collage_fx.choices import ErrorFormatName
 from collage_fx.graph import SUPPORTED, device_facts
 from collage_fx.numerics import ERROR_FORMATS
-from collage_fx.state import full_value
-from collage_fx.state.error_terms import error_terms
-from collage_fx.torch_compat import PATCHES, cpp_compilers, misfits
+from collage_fx.tools import PATCHES, cpp_compilers, misfits
 
 ELEMENTS = 1000
 STEPS = 3

@@ -30,17 +30,20 @@ from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import Unpack
 
-from collage_fx.backend import CollageBackend
+from collage_fx import CollageBackend, error_terms, full_value, install
 from collage_fx.choices import AUDIT_STEPS, takes_options
 from collage_fx.errors import CollageError, InvalidOptionError
 from collage_fx.graph import Role
-from collage_fx.installation import install
 from collage_fx.numerics import STORAGE_FORMATS
 from collage_fx.options import GivenOptions, refuse_unknown
-from collage_fx.report import try_updates
-from collage_fx.state import bytes_held, full_value, known_tensors
-from collage_fx.state.error_terms import error_terms
-from collage_fx.torch_compat import conversions, forget_counts, recompile_reasons
+from collage_fx.tools import (
+    bytes_held,
+    conversions,
+    forget_counts,
+    known_tensors,
+    recompile_reasons,
+    try_updates,
+)
 
 #: Outcomes of a measurement. COMPENSATED, and PACKED for float32 parameters, are the good outcomes.
 COMPENSATED = "compensated"
