@@ -103,10 +103,8 @@ def _all_later(beta: float) -> float:
 
 def _repay(editor: GraphEditor, program: StepProgram, state: StateTensor) -> bool:
     """Rewrite the update of a moment that parameters are linear in; return whether they are."""
-    moment, beta = (
-        graph.unless_skipped(state.placeholder, graph.new_value(state)),
-        float(state.recurrence.slopes[0]),
-    )
+    moment = graph.unless_skipped(state.placeholder, graph.new_value(state))
+    beta = float(state.recurrence.slopes[0])
     way = _Way(program, state, moment)
     nodes = (node for node in editor.graph.nodes if node in way.sources)
     corrections = {node: found for node in nodes if (found := _correction(node, beta)) is not None}

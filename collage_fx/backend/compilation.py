@@ -10,10 +10,9 @@ from __future__ import annotations
 
 import functools
 import logging
-import math
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Hashable, Sequence, Set
+from collections.abc import Callable, Hashable, Sequence, Set
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Any
@@ -33,7 +32,7 @@ from collage_fx.options import Options
 from collage_fx.options.budgets import TOLERANCE, Budget, best_budget, budgets_for, budgets_for_parts
 from collage_fx.pipeline import ANALYSIS, SUMMING, in_float32, run_pipeline
 from collage_fx.runtime import STAND_INS, MakingStep, Member, WholeStep
-from collage_fx.torch_compat import current_size, local_tensor, needs_autograd, storage_of, traced_frame_name
+from collage_fx.torch_compat import local_tensor, needs_autograd, storage_of, traced_frame_name
 
 log = logging.getLogger("collage_fx")
 
@@ -628,7 +627,6 @@ class Compilation:
             subject=self.subject,
             tensors=self._rows(program),
             is_rewritten=is_rewritten and (self.options.strategy != "none" or bool(program.summed)),
-            wider_bytes=_wider_bytes(before, repetition, {entry.position for entry in program.states}),
             code=tuple(dict.fromkeys(code)),  # the code of a kernel for several parts once
             program=as_captured,
             pipeline=pipeline,
@@ -992,15 +990,3 @@ def _warning_of_terms(step: Callable[..., Any], positions: Sequence[int], subjec
 
 def _never_called(*arguments: Any) -> Any:
     raise AssertionError("the graph of one of each family is compiled, never run")
-
-
-def _wider_bytes(gm: GraphModule, repetition: graph.Repetition, shown: Collection[int]) -> int:
-    """Count the bytes of mutated float32 and float64 inputs that are not ``shown`` in the report."""
-    stores, total = graph.copies_to_inputs(gm.graph), 0
-    for position, node in enumerate(placeholders(gm.graph)):
-        value = graph.tensor_value(node)
-        wider = value is not None and value.dtype.is_floating_point and not is_low_precision_tensor(node)
-        if value is not None and wider and node in stores and position not in shown:
-            shapes = (copy.shape for _, copy in repetition.copies_of(position, value))
-            total += sum(math.prod(map(current_size, shape)) for shape in shapes) * value.dtype.itemsize
-    return total

@@ -37,7 +37,6 @@ class GraphReport:
         route: the way through the compiler, and the reasons against faster ways.
         is_rewritten: whether the graph that was lowered is that of the passes.
         tensors: rows of the low-precision state tensors; of float32 ones too if state is to be packed.
-        wider_bytes: bytes of float32 and float64 state that has no rows.
         note: why the graph was lowered without changes, what was done if no tensor has a row, and what
             float32 would do to its weight decay; else empty.
         code: code that Inductor generated: Python with C++ or Triton kernels. Empty after ``explain``.
@@ -52,7 +51,6 @@ class GraphReport:
     route: graph.Route
     tensors: tuple[TensorReport, ...]
     is_rewritten: bool = False
-    wider_bytes: int = 0
     note: str = ""
     code: tuple[str, ...] = field(default=(), repr=False)
     program: graph.StepProgram | None = field(default=None, repr=False)

@@ -226,10 +226,7 @@ class Binding:
             record = ensure_record(tensor, self.error_format, name=self.name, is_passing=self.is_made)
             if self.bound is not None:
                 self.record = weakref.ref(record)
-            is_plain = type(tensor) in (
-                Tensor,
-                torch.nn.Parameter,
-            )  # not made of others, which may change
+            is_plain = type(tensor) in (Tensor, torch.nn.Parameter)  # not made of others, which may change
             self.is_owner = is_plain and record.owner() is tensor and not record.is_passing
         added = record.use(self.name)
         record.is_new &= self.reads  # the step that updates it keeps them

@@ -454,10 +454,8 @@ def _set_state(optimizer: Any, state_and_ours: tuple[Any, StateDict]) -> None:
 def _give(optimizer: Optimizer, along: StateDict) -> None:
     """Restore the content that :func:`_carried` took from an optimizer, in a copy of the optimizer."""
     pickled: Sequence[PickledRecord | PickledWider] = along.get(SHARED, ())
-    known, claims = (
-        optimizers.known_tensors({"self": optimizer} if pickled else {}),
-        _claims_in(type(optimizer)),
-    )
+    known = optimizers.known_tensors({"self": optimizer} if pickled else {})
+    claims = _claims_in(type(optimizer))
     for each in pickled:
         if isinstance(each, PickledWider):
             waiting = _Waiting(each.name, TensorWeakRef(each.tensor), each.wider)

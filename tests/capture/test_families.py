@@ -144,7 +144,6 @@ def test_as_if_each_were_compiled_for_itself(make: Any) -> None:
     ]
     for one, other in zip(*(report.graphs for report in reports), strict=True):
         assert one.tensors == other.tensors
-        assert one.wider_bytes == other.wider_bytes
         assert one.passes == other.passes[:-1]
         for graphs in ((one.before, other.before), (one.after, other.after)):
             assert len({tuple(_operations(gm, numbers=make is not layered)) for gm in graphs}) == 1
@@ -503,7 +502,6 @@ def test_updates_of_one_kind_are_compiled_once_for_all_sizes(
     for one, other in zip(*(report.graphs for report in reports), strict=True):
         rows = ([replace(row, inputs=()) for row in graph.tensors] for graph in (one, other))  # in any order
         assert next(rows) == next(rows)
-        assert one.wider_bytes == other.wider_bytes
         for graphs in ((one.before, other.before), (one.after, other.after)):
             assert len({tuple(_operations(gm, numbers=True)) for gm in graphs}) == 1
             first, second = (
