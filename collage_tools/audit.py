@@ -35,13 +35,14 @@ from collage_fx.choices import AUDIT_STEPS, takes_options
 from collage_fx.errors import CollageError, InvalidOptionError
 from collage_fx.graph import Role
 from collage_fx.numerics import STORAGE_FORMATS
-from collage_fx.options import GivenOptions, refuse_unknown
+from collage_fx.options import GivenOptions
 from collage_fx.tools import (
     bytes_held,
     conversions,
     forget_counts,
     known_tensors,
     recompile_reasons,
+    refuse_unknown,
     try_updates,
 )
 

@@ -319,6 +319,7 @@ DOORS = {
         "misfits",
         "no_kernels_ahead",
         "recompile_reasons",
+        "refuse_unknown",
         "try_updates",
     },
 }
