@@ -71,10 +71,12 @@ def test_search_works_from_a_disk(site: Path) -> None:
 
 
 def test_the_style_sheet_knows_of_numbers_and_long_code(site: Path) -> None:
-    paper, trainers = ((site / f"{name}.html").read_text() for name in ("paper", "trainers"))
+    paper, training, trainers = (
+        (site / f"{name}.html").read_text() for name in ("paper", "training", "trainers")
+    )
     assert re.search(r'<td class="number"[^>]*>2\.\d{4} ± 0\.\d{4}</td>', paper)
     assert "<code>metrics[50][" in (site / "metrics.html").read_text()
-    assert "<code>prepare(accelerator, <wbr>model, <wbr>optimizer" in trainers
+    assert "<code>prepare(accelerator, <wbr>model, <wbr>opt, <wbr>...)" in training
     assert "<code>trainer.<wbr>train(<wbr>resume_<wbr>from_" in trainers  # one long argument
     assert '<code class="short">--resume</code>' in trainers
 
