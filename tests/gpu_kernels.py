@@ -179,7 +179,6 @@ PREDICTED = (
     "instructions",
     "issue ps",
     "memory ps",
-    "issue / memory",
     *(f"{name} ms" for name in SIZES),
 )
 
@@ -192,7 +191,6 @@ def predicted(rows: Sequence[tuple[Row, Measured]]) -> str:
             f"{found.kernel.instructions['issue']:.0f}",
             f"{found.kernel.issue:.2f}",
             f"{found.kernel.memory:.2f}",
-            f"{found.kernel.ratio:.2f}",
             *(f"{found.kernel.milliseconds(number):.3g}" for number in SIZES.values()),
         )
         for row, found in rows
