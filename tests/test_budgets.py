@@ -235,8 +235,7 @@ class WideMomentum(torch.optim.Optimizer):
 
 @pytest.mark.parametrize(("budget", "error_format"), [(8, "exact"), (7, "byte")])
 def test_state_that_is_wider_counts(budget: float, error_format: str) -> None:
-    """And that of float32 parameters does not."""
-    params = [*parameters(shapes=SHAPES), Parameter(torch.zeros(256, 256))]
+    params = parameters(shapes=SHAPES)
     backend = CollageBackend(bytes_per_parameter=budget)
     step: Any = torch.compile(WideMomentum(params).step, backend=backend)
     run_steps(step, params, range(3))
@@ -246,6 +245,16 @@ def test_state_that_is_wider_counts(budget: float, error_format: str) -> None:
     found = record_of(params[0])
     assert found is not None
     assert found.format.name == error_format
+
+
+def test_float32_parameters_and_their_state_count_with_the_others() -> None:
+    """Their state is packed, that of parameters of 16 bits is not, as it is float32: both have some 7 bytes."""
+    params = [*parameters(shapes=SHAPES), Parameter(torch.zeros(256, 256))]
+    optimizer = install(WideMomentum(params), bytes_per_parameter=7)
+    run_steps(optimizer.step, params, range(3))
+    used = backend_of(optimizer).report().graphs[-1].budgets[0]
+    assert (used.error_format, used.state) == ("exact", "block16")
+    assert used.bytes == pytest.approx(held_by(params, optimizer=optimizer), rel=1e-12)
 
 
 class Anchored(torch.optim.Optimizer):
@@ -292,6 +301,42 @@ def test_state_that_a_step_does_not_touch_counts() -> None:
     optimizer = install(Unused(params), bytes_per_parameter=7)
     run_steps(optimizer.step, params, range(3))
     assert held_per_parameter(optimizer) == pytest.approx(7, rel=TOLERANCE)
+
+
+class Named(torch.optim.Optimizer):
+    """Its state is under a name, as of mechanic-pytorch, by parameter there; a part of it is not touched."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {})
+        self.anchors = {p: {"begin": p.detach().clone()} for p in self.param_groups[0]["params"]}
+        self.state["named"] = {"of": self.anchors, "unused": [torch.zeros(4096), *self.anchors]}  # type: ignore[index]
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for p in self.param_groups[0]["params"]:
+            p.add_(self.anchors[p]["begin"] - p, alpha=1e-3).add_(p.grad, alpha=-1e-3)
+
+
+class NamedAndRecorded(Named):
+    """It branches on a value."""
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        if self.param_groups[0]["params"][0].grad.sum() < torch.inf:
+            super().step()
+
+
+@pytest.mark.parametrize("make", [Named, NamedAndRecorded])
+def test_state_under_a_name_counts(make: type[Named]) -> None:
+    params = parameters(shapes=SHAPES)
+    optimizer = install(make(params), bytes_per_parameter=6.5)
+    run_steps(optimizer.step, params, range(3))
+    named = bytes_held([each["begin"] for each in optimizer.anchors.values()]) + 4 * 4096
+    elements = sum(p.numel() for p in params)
+    assert held_per_parameter(optimizer) == pytest.approx((bytes_held(params) + named) / elements, rel=1e-12)
+    params = parameters(shapes=SHAPES)
+    optimizer = install(make(params), bytes_per_parameter=4.2)
+    with pytest.raises(InvalidOptionError, match=r"bytes_per_parameter=4\.2, where this \w+ \w+ [45]\.[23]"):
+        run_steps(optimizer.step, params, range(3))
 
 
 @pytest.mark.parametrize(("make", "limit"), [(momentum, 4.1), (Anchored, 6), (Unused, 7), (WideMomentum, 8)])

@@ -775,19 +775,21 @@ class Compilation:
     ) -> list[Budget]:
         """Return the budgets with the formats of other optimizers' steps, if there are others.
 
-        Their bytes include state of the same parameters that this step does not touch, of any optimizer.
+        Their bytes include state that this step does not touch, of the same parameters or of no single one.
         """
         optimizers, met = [*self.optimizers.values(), *others], {id(info.tensor) for info in program.infos}
         named = (each for optimizer in optimizers for each in state.parameter_names(optimizer))
         stepped = {id(p): p for _, p in named if id(p) in met}.values()
-        states = (state.state_tensors(each.state.get(p)) for each in optimizers for p in stepped)
-        left = {id(t): t for found in states for _, t in found if id(t) not in met and t.dim()}
+        states = (each for optimizer in optimizers for each in state.states_of(optimizer, stepped))
+        left = {id(each): each for each in states if id(each) not in met}
         held = state.bytes_held(t for t in left.values() if not torch_compat.is_wrapper(local_tensor(t)))
         if others:
             used = set[str]().union(*(self.backend.budgets[other][0].formats for other in others))
             budgets = [each for each in budgets if used.issuperset(each.formats)] or budgets
-        elements = sum(local_tensor(p).numel() for p in stepped)
-        return [replace(each, bytes=each.bytes + held / elements) for each in budgets] if held else budgets
+        if not (held and stepped):
+            return budgets
+        of_element = held / sum(local_tensor(p).numel() for p in stepped)
+        return [replace(each, bytes=each.bytes + of_element) for each in budgets]
 
     def _budgets_for_part(self, program: graph.StepProgram) -> tuple[Budget, ...]:
         """Return the budget for a part of a recorded step, as in captured steps before it, then all budgets.

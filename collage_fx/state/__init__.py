@@ -40,6 +40,7 @@ from collage_fx.state.optimizers import (
     other_state_bytes,
     parameter_names,
     state_tensors,
+    states_of,
     unpack_all,
 )
 from collage_fx.state.packed import is_packed, unpack

@@ -141,14 +141,17 @@ def shared_tensors(
 def known_tensors(optimizers: Mapping[str, Optimizer]) -> dict[int, KnownTensor]:
     """Map ``id`` to the tensors of optimizers: of each parameter itself, its gradient, its state.
 
-    With several optimizers, names begin with the variable.
+    A parameter is one also where a group or a state refers to it. With several optimizers, names begin with
+    the variable.
     """
+    parameters = {id(p) for optimizer in optimizers.values() for _, p in parameter_names(optimizer)}
     known: dict[int, KnownTensor] = {}
     for variable, optimizer in optimizers.items():
         prefix = f"{variable}." if len(optimizers) > 1 else ""
         for name, tensor in shared_tensors(optimizer.param_groups, optimizer.state):
             role = Role.STATE if name.startswith("state.") else Role.OTHER
-            known[id(tensor)] = KnownTensor(prefix + name, name.rpartition(".")[2], role, tensor)
+            if id(tensor) not in parameters:
+                known[id(tensor)] = KnownTensor(prefix + name, name.rpartition(".")[2], role, tensor)
         for name, parameter in parameter_names(optimizer):
             known.setdefault(id(parameter), KnownTensor(prefix + name, "p", Role.PARAMETER, parameter))
             if parameter.grad is not None:
@@ -157,7 +160,8 @@ def known_tensors(optimizers: Mapping[str, Optimizer]) -> dict[int, KnownTensor]
                 )
             for slot, tensor in state_tensors(optimizer.state.get(parameter, {})):
                 symbol = slot.rpartition(".")[2]
-                known[id(tensor)] = KnownTensor(f"{prefix}{name}.{slot}", symbol, Role.STATE, tensor)
+                if id(tensor) not in parameters:
+                    known[id(tensor)] = KnownTensor(f"{prefix}{name}.{slot}", symbol, Role.STATE, tensor)
     return known
 
 
@@ -173,24 +177,32 @@ def bytes_held(tensors: Iterable[Tensor]) -> int:
     return sum(bytes_of(tensor) for tensor in itertools.chain(own, *kept))
 
 
+def states_of(optimizer: Optimizer, parameters: Iterable[Tensor]) -> list[Tensor]:
+    """Return the state of some parameters, and the state of no single parameter; no numbers (0-d)."""
+    own = (each for p in parameters for _, each in state_tensors(optimizer.state.get(p)))
+    shared = (each for _, each in shared_tensors(optimizer.param_groups, optimizer.state))
+    found = {id(each): each for each in itertools.chain(own, shared) if each.dim()}
+    for _, parameter in parameter_names(optimizer):
+        found.pop(id(parameter), None)
+    return list(found.values())
+
+
 def other_state_bytes(optimizer: Optimizer) -> int:
     """Count the bytes of low-precision parameters' state without rows: of other dtypes, and quantized."""
     parameters = (p for _, p in parameter_names(optimizer) if is_low_precision(p.dtype))
-    states = (each for p in parameters for _, each in state_tensors(optimizer.state.get(p)))
     others = (
         each
-        for each in states
+        for each in states_of(optimizer, parameters)
         if not is_low_precision(each.dtype) or (is_wrapper(each) and sharding_of(each) is None)
     )
-    return sum(bytes_of(each) for each in others if each.dim() and not is_packed(each))
+    return sum(bytes_of(each) for each in others if not is_packed(each))
 
 
 def held_per_parameter(optimizer: Optimizer) -> float:
     """Count bytes per element of parameters of 16 and 32 bits, their state unpacked, and all error terms."""
     dtypes = {*STORAGE_FORMATS, torch.float32}
     parameters = [p for _, p in parameter_names(optimizer) if p.dtype in dtypes]
-    states = (each for p in parameters for _, each in state_tensors(optimizer.state.get(p)))
-    held = [*parameters, *(each for each in states if each.dim())]
+    held = [*parameters, *states_of(optimizer, parameters)]
     packed = [each for each in held if is_packed(each)]
     unpacked = sum(each.numel() * each.itemsize for each in packed)
     return (bytes_held(held) - bytes_held(packed) + unpacked) / max(1, sum(p.numel() for p in parameters))

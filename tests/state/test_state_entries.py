@@ -121,3 +121,50 @@ def test_any_entry_of_state_lives_as_in_torch(own: str, shared: str, made_before
         assert (full_value(p).double() - x.detach()).norm() < COMPENSATED * moved.norm()
     uninstall(optimizer)
     optimizer.step()
+
+
+class Decaying(Descent):
+    """Weights are an average, as it seems, of themselves and of zero."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for p in self.param_groups[0]["params"]:
+            p.mul_(1 - 2.0**-8).add_(p.grad, alpha=-self.param_groups[0]["lr"])
+
+
+class Branching(Decaying):
+    """It is recorded."""
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        if self.param_groups[0]["params"][0].grad.sum() < torch.inf:
+            super().step()
+
+
+def refer_under_a_name(optimizer: Any, params: list[Parameter]) -> None:
+    optimizer.state["known"] = {"all": list(params)}
+
+
+def refer_in_the_state_of_another(optimizer: Any, params: list[Parameter]) -> None:
+    optimizer.state[params[-1]] = {"tied": params[0]}
+
+
+def refer_in_a_group(optimizer: Any, params: list[Parameter]) -> None:
+    optimizer.param_groups[-1]["teachers"] = params[:1]
+
+
+@pytest.mark.parametrize("make", [Decaying, Branching])
+@pytest.mark.parametrize("refer", [refer_under_a_name, refer_in_the_state_of_another, refer_in_a_group])
+def test_a_parameter_is_one_also_where_others_refer_to_it(refer: Any, make: type[Descent]) -> None:
+    params = [Parameter(torch.ones(8, 8).bfloat16()) for _ in range(3)]
+    optimizer = make(params)
+    refer(optimizer, params)
+    install(optimizer, strategy="light")  # error terms for parameters alone
+    exact = [p.detach().double() for p in params]
+    for seed in range(20):
+        set_gradients(params, seed)
+        for p, whole in zip(params, exact, strict=True):
+            assert p.grad is not None
+            whole.mul_(1 - 2.0**-8).sub_(2.0**-12 * p.grad.double())
+        optimizer.step()
+    for p, whole in zip(params, exact, strict=True):
+        assert float((full_value(p) - whole).norm() / (1 - whole).norm()) < COMPENSATED
