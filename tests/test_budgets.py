@@ -248,7 +248,7 @@ def test_state_that_is_wider_counts(budget: float, error_format: str) -> None:
 
 
 def test_float32_parameters_and_their_state_count_with_the_others() -> None:
-    """Their state is packed, that of parameters of 16 bits is not, as it is float32: both have some 7 bytes."""
+    """Their state is packed; that of 16-bit parameters, which is float32, is not. Both have some 7 bytes."""
     params = [*parameters(shapes=SHAPES), Parameter(torch.zeros(256, 256))]
     optimizer = install(WideMomentum(params), bytes_per_parameter=7)
     run_steps(optimizer.step, params, range(3))
