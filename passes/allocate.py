@@ -48,5 +48,5 @@ def _reads(program: StepProgram) -> Iterator[Expansion]:
     read = whole.difference(state.position for state in program.states)
     for position, node in enumerate(graph.placeholders(program.gm.graph)):
         if position in read and graph.is_low_precision_tensor(node):
-            fmt = program.coded_weights.get(position, program.error_format)
+            fmt = program.known_formats.get(position, program.error_format)
             yield Expansion(node, position, program.inputs[position], chosen_format=fmt)

@@ -19,14 +19,14 @@ class PackWeights(Pass):
     after = ("analyze", "pack-state")
 
     def applies_to(self, program: StepProgram) -> bool:
-        is_asked = program.weights is not None or program.coded_weights
+        is_asked = program.weights is not None or program.known_formats
         return bool(is_asked) and program.strategy != "none"
 
     def run(self, program: StepProgram) -> str:
         chosen = 0
         parameters = [each for each in program.parameters if not each.is_float32]
         for state in parameters:
-            fmt = program.coded_weights.get(state.position, program.weights)
+            fmt = program.known_formats.get(state.position, program.weights)
             if fmt is None:
                 continue
             chosen += state.pack(fmt, _why_not(state, fmt), "a weight")

@@ -274,7 +274,7 @@ class StepProgram:
         summed: set by ``sum-changes``: number of updates that it has rewritten.
         packed: ``(format of signed state, format of never negative state)`` if state is packed.
         weights: format of parameters if they are packed.
-        coded_weights: formats of parameters that an optimizer packs, by position, in a function beside it.
+        known_formats: formats of inputs that are kept in another one than ``error_format``, by position.
         takes_float32: whether float32 parameters and their state are among ``states``, because state is to be
             packed, or its bytes are limited, or float32 parameters are rounded by dither.
         sums_float32: whether the last sum of float32 parameters, too, is rounded by dither.
@@ -301,7 +301,7 @@ class StepProgram:
     summed: int = 0
     packed: tuple[ErrorFormat, ErrorFormat] | None = None
     weights: ErrorFormat | None = None
-    coded_weights: dict[int, ErrorFormat] = field(default_factory=dict)
+    known_formats: dict[int, ErrorFormat] = field(default_factory=dict)
     takes_float32: bool = False
     sums_float32: bool = False
     captured: GraphModule | None = None

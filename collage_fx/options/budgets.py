@@ -30,7 +30,7 @@ from torch import Tensor
 from collage_fx.choices import Strategy
 from collage_fx.errors import InvalidOptionError
 from collage_fx.graph import InputInfo, Role, StepProgram, copy_of, placeholders, tensor_value
-from collage_fx.numerics import ERROR_FORMATS, PACKED_FORMATS, WEIGHT_FORMATS, is_low_precision
+from collage_fx.numerics import ERROR_FORMATS, PACKED_FORMATS, WEIGHT_FORMATS, ErrorFormat, is_low_precision
 from collage_fx.pipeline import Pass, run_pipeline, up_to_choosing
 
 #: Share of the limit that a budget may exceed it by, for counts and tensors that are not packed.
@@ -56,6 +56,11 @@ class Budget:
     def formats(self) -> set[str]:
         """Names of the formats of tensors that are updated."""
         return {self.error_format, self.weights or self.error_format}
+
+    @property
+    def of_parameters(self) -> ErrorFormat:
+        """Format of parameters, as far as their rows allow it."""
+        return ERROR_FORMATS[self.error_format] if self.weights is None else WEIGHT_FORMATS[self.weights]
 
     def applied_to(self, program: StepProgram) -> StepProgram:
         """Return the program with these options."""

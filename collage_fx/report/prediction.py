@@ -35,14 +35,7 @@ from torch.optim import Optimizer
 
 from collage_fx.errors import warn
 from collage_fx.graph import Role
-from collage_fx.numerics import (
-    ERROR_FORMATS,
-    PACKED_FORMATS,
-    WEIGHT_FORMATS,
-    ErrorFormat,
-    format_named,
-    is_low_precision,
-)
+from collage_fx.numerics import PACKED_FORMATS, ErrorFormat, format_named, is_low_precision
 from collage_fx.options.budgets import Budget
 from collage_fx.report.tensors import TensorReport
 from collage_fx.state import clone_of, host_twin, parameter_names, record_of
@@ -187,8 +180,7 @@ def enough(updates: Updates, budgets: Sequence[Budget], most: float = ENOUGH) ->
     """
     for each in budgets:
         fmt = PACKED_FORMATS[each.state or "bf16"][1]  # bfloat16 in place of state that is not packed
-        of_weights = None if each.weights is None else WEIGHT_FORMATS[each.weights]
-        formats = dict.fromkeys(updates.of, of_weights or ERROR_FORMATS[each.error_format])
+        formats = dict.fromkeys(updates.of, each.of_parameters)
         with real_tensors():  # a step may be traced now
             state = _by_state(fmt, 0.999, is_repaid=False, are_squares=True)
             error = _predicted(updates, formats, [state] if each.strategy == "light" else [])
