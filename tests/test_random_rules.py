@@ -369,6 +369,18 @@ def test_a_few_in_other_formats(way: str) -> None:
             check("full", "tensor", [rule], WAYS[way])
 
 
+@pytest.mark.parametrize("way", ["block16", "block8"])
+def test_a_scale_of_numbers_that_the_second_loop_computes(way: str) -> None:
+    """The kernel took the scale of the first loop's numbers, of which there were none."""
+    body = (
+        "s1.addcmul_((p * p), (p * p).abs(), value=0.0).add_((p * p), alpha=0.1)\n"
+        "p.add_(g / (1.0 + s1) + 0.1 * s1.clamp(-1.0, 1.0)"
+        " + 0.9 * (s1.clamp(-0.4, 0.4) + 0.5 * p), alpha=-1e-3)"
+    )
+    rule = Rule(body, (("s1", "positive"),), torch.bfloat16, "rows of blocks", seed=210)
+    assert check("light", "tensor", [rule], WAYS[way])
+
+
 FOUND_IN_NATIVE_ARITHMETIC = {
     # What torch promotes to float32 read hi, and the difference was taken for the whole new value.
     "a float32 step": _rule("p.copy_(p - 1e-3 * g.sign().float())"),

@@ -41,6 +41,7 @@ from collage_fx.codegen.elements import (
 )
 from collage_fx.codegen.spellings import bare, in_memory, in_register
 from collage_fx.codegen.statements import Statements
+from collage_fx.graph import made_of
 from collage_fx.numerics import number_of_code
 
 #: Flags of the compiler after Inductor's: loops are vectorized, and integers wrap around.
@@ -244,7 +245,7 @@ class _Flat:
         return {node: f"{self.elements.name_of(node)}_kept[j]" for node in kept}
 
     def _loops(self) -> list[str]:
-        first = self._block_loop(behind_largest=False)
+        first = self._block_loop()
         if not (early := self._early_loops()):
             return [*first, *self._late_loop(self.read, finite=False)]
         first += early
@@ -268,44 +269,42 @@ class _Flat:
         elements = self.elements
         if not (elements.early or elements.largest):
             return []
+        width, loops = elements.width, list[str]()
         known = {**self.known, **self.read}
         before = ["uint32_t largest = 0;"] if elements.tested else []
         if elements.tested and self.blocks:
-            before.append(
-                f"alignas(64) uint32_t largest_at[{elements.width}] = {{}};"
-            )  # of each place in a block
-        loops = self._early_loop([*self.first, *self.quotients], known)
-        width = elements.width
-        for i, node in enumerate(elements.largest):
-            before.append(_buffer(f"largest{i}", "uint32_t", self.blocks))
-            loops.append(f"largest_of_blocks<{width}>(magnitudes{i}, largest{i}, count / {width});")
-            self.of_block[node] = f"bits<float>(largest{i}[block])"
-        loops += self._block_loop(behind_largest=True)
+            before.append(f"alignas(64) uint32_t largest_at[{width}] = {{}};")  # of each place in a block
+        before += [_buffer(f"largest{i}", "uint32_t", self.blocks) for i, _ in enumerate(elements.largest)]
         kept = self._in_buffers((*self.kept, *self.quotients))
         later = [node for each in self.later for node in each]
-        for wanted in filter(None, self.later):
-            done = {node: text for node, text in kept.items() if node not in later}
+        for wanted in ([*self.first, *self.quotients], *filter(None, self.later)):
+            done = {node: text for node, text in kept.items() if node not in (*wanted, *later)}
             loops += self._early_loop(wanted, {**known, **done})
-            later = later[len(wanted) :]
+            for i, (value, node) in enumerate(zip(elements.in_blocks, elements.largest, strict=True)):
+                if value in wanted:
+                    loops.append(f"largest_of_blocks<{width}>(magnitudes{i}, largest{i}, count / {width});")
+                    self.of_block[node] = f"bits<float>(largest{i}[block])"
+            loops += self._block_loop()
+            later = [node for node in later if node not in wanted]
         if elements.tested and self.blocks:
             head = f"for (int i = 0; i < {width}; ++i) {{"
             loops += _loop(["largest = larger(largest, largest_at[i]);"], ["largest"], head)
         return [*before, *loops]
 
-    def _block_loop(self, *, behind_largest: bool) -> list[str]:
+    def _block_loop(self) -> list[str]:
         """Write the loop that computes and keeps values of a block that elements and stores read.
 
-        ``behind_largest``: the values that are made of the largest magnitudes of a block, or else the others.
+        It computes those that are made of no largest magnitude that is not known yet.
         """
         elements, kinds = self.elements, self.elements.kinds
-        behind = elements.made_of(elements.largest, elements.nodes)
+        unknown = {node for node in elements.largest if node not in self.of_block}
         stored = {store.value for store in self.block_stores}
         wanted = [
             node
             for node in elements.of_kind(Kind.OF_BLOCK, elements.nodes)
-            if (node in behind) is behind_largest
-            and node not in self.of_block
+            if node not in self.of_block
             and (node in stored or any(kinds[user] is not Kind.OF_BLOCK for user in node.users))
+            and unknown.isdisjoint(made_of(node))
         ]
         if not wanted:
             return []
