@@ -101,6 +101,11 @@ def test_a_frontier_has_no_budget_that_another_beats() -> None:
     assert frontier([]) == []
 
 
+def test_a_budget_names_the_formats_of_what_is_updated() -> None:
+    assert Budget("light", "byte", "block8").formats == {"byte"}
+    assert Budget("light", "byte", "block8", weights="int16x32").formats == {"byte", "int16x32"}
+
+
 def test_order_is_that_of_the_study() -> None:
     """By the geometric mean of the errors over all cells of a beta2."""
     results = json.loads(RESULTS.read_text())
