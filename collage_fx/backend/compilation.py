@@ -591,14 +591,14 @@ class Compilation:
                     owner = tensor if owner is None else owner
                     if not self.recorded and isinstance(owner, torch.nn.Parameter):
                         self.updated.append(owner)
-        holds_codes = any(map(_holds_more, traced.infos))
+        holds_more = any(map(_holds_more, traced.infos))
         self._drop_codes(program)
         with torch_compat.generated_code() as code:
             if is_rewritten:
                 made = self.backend.lower(program, example_inputs, traced.inductor_options)
             else:
                 made = self._lower_as_captured(traced)
-                if holds_codes:
+                if holds_more:
                     made = made._replace(step=_with_memory(made.step))
         if isinstance(made, Reason):
             return made

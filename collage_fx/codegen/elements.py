@@ -65,6 +65,9 @@ SLOW = (*QUOTIENTS, aten.sqrt.default)
 #: Most quotients that one loop hands to the next.
 MOST_QUOTIENTS = 2
 
+#: Elements of a chunk without blocks, and blocks of a chunk: see ``kernels.py``.
+CHUNK, BLOCKS = 128, 16
+
 #: Operators that add all elements up.
 TOTALS = (aten.sum.default, aten.mean.default)
 
@@ -146,6 +149,11 @@ class Elements:
         if node.op == "placeholder":
             return f"{node.name}_0"
         return self._names.setdefault(node, f"t{len(self._names)}")
+
+    @property
+    def chunk(self) -> int:
+        """Number of elements that a kernel goes through at a time."""
+        return BLOCKS * self.width if self.width > 1 else CHUNK
 
     @property
     def in_blocks(self) -> list[Node]:

@@ -29,6 +29,7 @@ import torch
 from torch.fx import Graph, Node
 
 from collage_fx.codegen.elements import (
+    BLOCKS,
     JOINS,
     ON_GRID,
     Elements,
@@ -46,9 +47,6 @@ from collage_fx.numerics import number_of_code
 
 #: Flags of the compiler after Inductor's: loops are vectorized, and integers wrap around.
 FLAGS = ("-ftree-loop-vectorize", "-fno-math-errno", "-fno-trapping-math", "-ffp-contract=off", "-fwrapv")
-
-#: Elements of a chunk without blocks, and blocks of a chunk.
-CHUNK, BLOCKS = 128, 16
 
 #: Magnitudes, as bits of a float32 number, below which rounding to a dtype meets no infinity and no NaN, nor
 #: does joining hi and an error term: 2**127 and 2**15.
@@ -132,7 +130,7 @@ class _Flat:
     def __init__(self, elements: Elements) -> None:
         self.elements = elements
         self.blocks = BLOCKS if elements.width > 1 else 0
-        self.length = self.blocks * elements.width or CHUNK
+        self.length = elements.chunk
         inputs = elements.of_kind(Kind.OF_ELEMENT, elements.inputs)
         #: Expressions of the inputs of the next chunk, until the statements that fetch it are written.
         self.ahead = [f"{node.name} + at + {self.length}" for node in inputs]
@@ -282,7 +280,9 @@ class _Flat:
             loops += self._early_loop(wanted, {**known, **done})
             for i, (value, node) in enumerate(zip(elements.in_blocks, elements.largest, strict=True)):
                 if value in wanted:
-                    loops.append(f"largest_of_blocks<{width}>(magnitudes{i}, largest{i}, count / {width});")
+                    loops.append(
+                        f"largest_of_blocks<{width}, {BLOCKS}>(magnitudes{i}, largest{i}, count / {width});"
+                    )
                     self.of_block[node] = f"bits<float>(largest{i}[block])"
             loops += self._block_loop()
             later = [node for node in later if node not in wanted]

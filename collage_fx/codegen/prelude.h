@@ -38,10 +38,10 @@ inline uint32_t magnitude(float x) { return bits<uint32_t>(absolute(x)); }
 inline uint32_t larger(uint32_t x, uint32_t y) { return x > y ? x : y; }
 
 // The largest of each Width numbers in turn: halves are compared, then pairs, in vectors over all blocks.
-template <int Width>
+template <int Width, int Blocks>
 inline void largest_of_blocks(const uint32_t* x, uint32_t* largest, int blocks) {
   constexpr int Half = Width / 2;
-  alignas(64) uint32_t left[16 * Half];
+  alignas(64) uint32_t left[Blocks * Half];
   if constexpr (Half >= 16) {
     for (int block = 0; block < blocks; ++block) {
 #pragma omp simd
@@ -54,7 +54,7 @@ inline void largest_of_blocks(const uint32_t* x, uint32_t* largest, int blocks) 
     for (int i = 0; i < Half * blocks; ++i) left[i] = larger(x[2 * i], x[2 * i + 1]);
   }
   if constexpr (Half > 1) {
-    largest_of_blocks<Half>(left, largest, blocks);
+    largest_of_blocks<Half, Blocks>(left, largest, blocks);
   } else {
     for (int i = 0; i < blocks; ++i) largest[i] = left[i];
   }

@@ -19,11 +19,11 @@ aten = torch.ops.aten
 #: Operators that read a small integer alike with more bits: a store, and that of a code, which has no others.
 TAKE_ANY_BITS = {aten.copy_.default, number_of_code}
 
-#: Values of a function of the place in a chunk, less that of the first: it is a multiple, and a sum.
+#: Results of a function of the place in a chunk, less the first element's: the function is linear.
 STEPS = """struct Steps {{
-  int32_t of[512];
+  int32_t of[{length}];
   Steps() {{
-    for (int j = 0; j < 512; ++j) of[j] = {function}({arguments});
+    for (int j = 0; j < {length}; ++j) of[j] = {function}({arguments});
   }}
 }};
 alignas(64) const Steps steps;
@@ -100,7 +100,9 @@ class Statements:
             text = f"{cut}({name}({operands}))" if cut else f"{name}({operands})"
             if elements.width and any(each.target is place for each in node.all_input_nodes):
                 zeros = ", ".join(["j", *("0" for _ in node.args[1:])])
-                elements.functions["steps"] = STEPS.format(function=name, arguments=zeros)
+                elements.functions["steps"] = STEPS.format(
+                    function=name, arguments=zeros, length=elements.chunk
+                )
                 return f"(steps.of[j] + {text})"
             return text
         if is_rounding(node):
