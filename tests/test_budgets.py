@@ -323,7 +323,7 @@ class Named(torch.optim.Optimizer):
 
 
 class NamedAndRecorded(Named):
-    """It branches on a value."""
+    """Step that branches on a value, so that it is recorded."""
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         if self.param_groups[0]["params"][0].grad.sum() < torch.inf:

@@ -133,7 +133,7 @@ class Decaying(Descent):
 
 
 class Branching(Decaying):
-    """It is recorded."""
+    """Step that branches on a value, so that it is recorded."""
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         if self.param_groups[0]["params"][0].grad.sum() < torch.inf:
