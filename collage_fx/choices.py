@@ -11,7 +11,7 @@ import inspect
 import textwrap
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, fields
-from typing import Any, Literal, TypeVar, get_args, get_type_hints
+from typing import Any, Literal, TypedDict, TypeVar, get_args, get_type_hints
 
 Strategy = Literal["none", "light", "plus", "full"]
 Arithmetic = Literal["wide", "native"]
@@ -173,6 +173,32 @@ class OptionFields:
         on steps that update a bfloat16 or float16 tensor, or sum changes of a float32 tensor; other
         graphs are lowered as they are.""",
     )
+
+
+#: Options that pack tensors, each with the name of a packed format.
+PACKING = ("state", "weights")
+
+
+class GivenOptions(TypedDict, total=False):
+    """Options of a :class:`~collage_fx.CollageBackend` as keywords, for type checkers and editors.
+
+    A type checker cannot read :class:`OptionFields` as keywords; a test compares both. Names of formats that
+    a plug-in registers are not in these types.
+    """
+
+    strategy: Strategy
+    error_format: ErrorFormatName | None
+    arithmetic: Arithmetic
+    metrics: bool
+    metrics_every: int | None
+    strict: bool
+    mode: Mode | None
+    rounding: Rounding | None
+    state: PackedFormatName | None
+    weights: WeightFormatName | None
+    bytes_per_parameter: float | Literal["auto"] | None
+    changes: Changes
+    passes: Sequence[Pass] | None
 
 
 #: Name of an option -> its type.

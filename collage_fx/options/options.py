@@ -5,25 +5,16 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import Field, dataclass, fields
-from typing import Any, Literal, get_args
+from typing import Any, get_args
 
-from typing_extensions import TypedDict, Unpack
+from typing_extensions import Unpack
 
 from collage_fx import choices, numerics
-from collage_fx.choices import (
-    Arithmetic,
-    Changes,
-    ErrorFormatName,
-    Mode,
-    PackedFormatName,
-    Rounding,
-    Strategy,
-    WeightFormatName,
-)
+from collage_fx.choices import Arithmetic, GivenOptions, Pass, Rounding
 from collage_fx.errors import InvalidOptionError
 from collage_fx.graph import Reason
 from collage_fx.numerics import ERROR_FORMATS
-from collage_fx.pipeline import PIPELINE, Pass, refuse_incomplete
+from collage_fx.pipeline import PIPELINE, refuse_incomplete
 
 #: Options whose defaults depend on the arithmetic.
 DEFAULTS: dict[Arithmetic, dict[str, str]] = {
@@ -33,28 +24,6 @@ DEFAULTS: dict[Arithmetic, dict[str, str]] = {
         "rounding": "nearest",
     },
 }
-
-
-class GivenOptions(TypedDict, total=False):
-    """Options of a :class:`~collage_fx.CollageBackend` as keywords, for type checkers and editors.
-
-    A type checker cannot read :class:`~collage_fx.choices.OptionFields` as keywords; a test compares both.
-    Names of formats that a plug-in registers are not in these types.
-    """
-
-    strategy: Strategy
-    error_format: ErrorFormatName | None
-    arithmetic: Arithmetic
-    metrics: bool
-    metrics_every: int | None
-    strict: bool
-    mode: Mode | None
-    rounding: Rounding | None
-    state: PackedFormatName | None
-    weights: WeightFormatName | None
-    bytes_per_parameter: float | Literal["auto"] | None
-    changes: Changes
-    passes: Sequence[Pass] | None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,7 +66,7 @@ class Options(choices.OptionFields):
     def asks_for_sizes(self) -> bool:
         """Whether the treatment of a tensor may depend on its sizes."""
         is_elementwise = ERROR_FORMATS[self.error_format].is_elementwise
-        packs_any = self.packs or self.weights is not None
+        packs_any = self.packs or any(getattr(self, name) is not None for name in choices.PACKING)
         return packs_any or bool(self.metrics or self.own_passes) or not is_elementwise
 
     def not_by_family(self) -> Reason | None:
@@ -142,7 +111,7 @@ class Options(choices.OptionFields):
                 where="rounding",
                 remedy="use rounding='nearest', or arithmetic='wide'",
             )
-        for name in ("state", "weights"):
+        for name in choices.PACKING:
             value = getattr(self, name)
             if value is not None and (self.arithmetic == "native" or self.strategy == "none"):
                 is_native = self.arithmetic == "native"
@@ -189,7 +158,7 @@ class Options(choices.OptionFields):
                 "'auto'",
             )
         default = Options.of()
-        for name in ("strategy", "error_format", "arithmetic", "rounding", "state", "weights"):
+        for name in ("strategy", "error_format", "arithmetic", "rounding", *choices.PACKING):
             if getattr(self, name) != getattr(default, name):
                 raise InvalidOptionError(
                     f"bytes_per_parameter={budget!r} chooses {name}, but {name}={getattr(self, name)!r} is "

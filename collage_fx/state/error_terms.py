@@ -42,7 +42,7 @@ from collage_fx import errors, numerics
 from collage_fx.codegen import are_halves, decode_blocks, has_fast_passes, join_halves
 from collage_fx.errors import CheckpointMismatchError, ConflictingErrorFormatError, UnsupportedTensorError
 from collage_fx.graph import is_dense
-from collage_fx.numerics import AuxiliarySpec, ErrorFormat, Exact, Weights
+from collage_fx.numerics import AuxiliarySpec, Blocks, ErrorFormat, Exact
 from collage_fx.state.fingerprints import bits_of
 from collage_fx.state.host_twins import host_twin, update_twin, uploading
 from collage_fx.state.packed import is_packed, move_packed, pack, unpack
@@ -246,7 +246,7 @@ class ErrorTermRecord:
         return torch.empty_strided(codes.shape, codes.stride(), dtype=self.dtype, device="meta")
 
     def _warn_of_write(self, tensor: Tensor, name: str) -> None:
-        """Warn, once, that the program has written to a packed weight between two steps."""
+        """Warn, once, that the program has written to a packed tensor between two steps."""
         if self.accepted != version_of(tensor) and not self.is_told:
             self.is_told = True
             errors.warn(
@@ -275,8 +275,9 @@ class ErrorTermRecord:
     def decode(self, hi: Tensor) -> Tensor:
         """Return the value that the buffers hold."""
         codes, *others = self.auxiliaries
-        is_weight = isinstance(self.format, Weights) and hi.dtype is torch.bfloat16
-        if is_weight and has_fast_passes(codes, others[0]):
+        encoding = (self.format.bits, self.format.signed) if isinstance(self.format, Blocks) else None
+        are_taken = (encoding, hi.dtype) == ((16, True), torch.bfloat16)
+        if are_taken and has_fast_passes(codes, others[0]):
             return decode_blocks(codes, others[0])
         return self.format.decoded(hi, *self.auxiliaries)
 
