@@ -22,7 +22,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--all", action="store_true", help="tests that are slow or of prose, too: see tests/support/slow.py"
     )
-    parser.addoption("--third", type=int, default=TODAYS_THIRD, help="of the rotating tests: 0, 1 or 2")
+    parser.addoption("--third", default=str(TODAYS_THIRD), help="of the rotating tests: 0, 1, 2 or all")
     parser.addoption("--first-seed", type=int, default=0, help="run the drawn tests alone, from this seed on")
     parser.addoption("--write-slow", action="store_true", help="write slow.txt from the times measured")
 
@@ -106,7 +106,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         named = tuple(each for each in config.args if "::" in each)
         is_everything = {Path(each).resolve() for each in config.args} == {Path(__file__).parent}
         in_turn = IN_TURN if is_everything else ()  # so in workers of pytest-xdist, too
-        out = left_out(items, config.getoption("third"), in_turn=in_turn)
+        third = config.getoption("third")
+        out = left_out(items, None if third == "all" else int(third), in_turn=in_turn)
         slow = [item for item in out if not _is_named(item, named)]
         config.hook.pytest_deselected(items=slow)
         items[:] = [item for item in items if item not in set(slow)]

@@ -99,6 +99,15 @@ def test_a_line_belongs_to_the_statement_around_it() -> None:
     ]
 
 
+#: Options of this repository's tests that are given to those of a repository.
+OPTIONS = """\
+def pytest_addoption(parser):
+    parser.addoption("--all", action="store_true")
+    parser.addoption("--third")
+
+"""
+
+
 def repository(root: Path, source: tuple[str, str], tests: dict[str, str], conftest: str = "") -> None:
     """Write a repository of one file, given by its path and text, and its tests, the first in its row."""
     name, text = source
@@ -106,7 +115,7 @@ def repository(root: Path, source: tuple[str, str], tests: dict[str, str], conft
     files = {
         name: text,
         "tests/README.md": f"## You touched …\n\n{row}\n",
-        "tests/conftest.py": textwrap.dedent(conftest),
+        "tests/conftest.py": OPTIONS + textwrap.dedent(conftest),
         **{f"tests/{each}": textwrap.dedent(test) for each, test in tests.items()},
     }
     for each, written in files.items():
@@ -150,9 +159,6 @@ def test_a_line_that_no_usual_test_runs_is_left_to_all_tests_of_its_row(
     """Lines that importing executes are left to the usual tests of the row."""
     source = "LIMIT = 7\n\n\ndef seldom_called(value: int) -> int:\n    return value + 1\n"
     conftest = """\
-        def pytest_addoption(parser):
-            parser.addoption("--all", action="store_true")
-
         def pytest_collection_modifyitems(config, items):
             items[:] = [each for each in items if config.option.all or "slow" not in each.name]
         """

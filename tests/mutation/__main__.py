@@ -1,9 +1,10 @@
 """``./dev mutants``: put small faults into changed lines of the library, and see that tests find them.
 
-A usual run measures which tests execute which lines. Each fault is then put into a copy of the repository,
-and the tests run that execute its line; for a line that importing executes, those that ``tests/README.md``
-names for the file; for one that a usual run does not execute, all of those, with ``--all``. A fault that no
-test finds survives, and is printed as a diff: write the test that finds it, or delete the line.
+A usual run, with the rotating tests of all days, measures which tests execute which lines. Each fault is
+then put into a copy of the repository, and the tests run that execute its line; for a line that importing
+executes, those that ``tests/README.md`` names for the file; for one that a usual run does not execute, all
+of those, with ``--all``. A fault that no test finds survives, and is printed as a diff: write the test that
+finds it, or delete the line.
 """
 
 from __future__ import annotations
@@ -173,8 +174,9 @@ class Repository:
 def measure(folder: Path, file: Path) -> None:
     """Run the tests in a copy and write which of them execute which lines of the library."""
     sources = [f"--cov={each}" for each in SOURCES if (folder / each).is_dir()]
+    pytest = sys.executable, "-m", "pytest", "-q"
     ran = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-n2", *sources, "--cov-context=test", "--cov-report="],
+        [*pytest, "--third", "all", "-n2", *sources, "--cov-context=test", "--cov-report="],
         cwd=folder,
         env={**os.environ, "PYTHONPATH": str(folder), "COVERAGE_FILE": str(file.resolve())},
         check=False,

@@ -162,6 +162,20 @@ def test_of_a_float32_run_numbers_are_kept_and_moments_cast(
             assert not is_number or torch.equal(value, plain.state[q][name])
 
 
+def test_a_running_optimizer_keeps_what_16_bits_do_not_hold_of_float32_moments() -> None:
+    """Torch makes new state tensors: those of a compiled step get the error terms that the old ones had."""
+    plain = nadam(wide := parameters(torch.float32))
+    run_steps(plain.step, wide, range(3))
+    params = [torch.nn.Parameter(p.detach().bfloat16()) for p in wide]
+    optimizer = nadam(params)
+    run_steps(compiled(optimizer), params, [0])
+    warned(lambda: optimizer.load_state_dict(plain.state_dict()))
+    for p, q in zip(params, wide, strict=True):
+        square, expected = optimizer.state[p]["exp_avg_sq"], plain.state[q]["exp_avg_sq"]
+        assert torch.equal(collage_fx.full_value(square), expected)
+        assert not torch.equal(square.float(), expected)
+
+
 class AllWide(Descent):
     """A moment in float32, and nothing that shows that the parameter has 16 bits."""
 

@@ -16,8 +16,8 @@ A usual run, as in continuous integration, has almost every test function but on
 * tests marked with pytest.mark.prose: they compile, or build, what a document shows, to see that it is true.
 * two thirds, drawn from their names, of the tests marked with pytest.mark.rotating. The third that runs is
   another one each day; `--third N` runs the N-th, 0 to 2, and the header of a run says which third ran.
-* likewise two thirds of the files IN_TURN, which take a quarter of a minute or more, but where files or
-  folders are named.
+  `--third all` runs all of them.
+* likewise two thirds of the files in in_turn.txt, but where files or folders are named.
 
 Tests that are marked are not in slow.txt.
 
@@ -60,26 +60,9 @@ MOST_SECONDS = 30.0
 LEFT_OUT, ROTATING = ("slow", "prose"), "rotating"
 MARKS = (*LEFT_OUT, ROTATING)
 
-#: Files of whose tests a run of everything has a third.
-IN_TURN = tuple(
-    f"tests/{name}.py"
-    for name in (
-        *("capture/test_fused", "capture/test_matching", "capture/test_recorded_programs"),
-        *("capture/test_recording", "graph/test_read_order", "state/test_checkpoint", "test_dither"),
-        *("integrations/test_by_name", "integrations/test_deepspeed", "lowering/test_launches"),
-        *("lowering/test_schedule", "lowering/test_stacks", "lowering/test_triton_step", "test_budgets"),
-        *("test_cli", "test_dtypes", "test_full_precision_forward", "test_gpu_counts", "test_gpu_kernels"),
-        *(
-            "test_gradient_release",
-            "test_mutation",
-            "test_optim_db",
-            "test_packed_float32",
-            "test_packed_state",
-        ),
-        *("test_parallel", "test_peer_formats", "test_sharded", "test_unit_scaled", "test_update_error"),
-        *("test_weight_changes", "tools/test_gpu_code"),
-    )
-)
+#: Files of whose tests a run of everything has a third: those that take ten seconds or more, but for passes
+#: and bits, where a fault is worst.
+IN_TURN = tuple(FILE.with_name("in_turn.txt").read_text(encoding="utf-8").split())
 
 #: Files with a case for each file of the library: a usual run has all of them.
 LAWS = tuple(f"tests/test_{name}.py" for name in ("map", "rooms", "words"))
@@ -93,7 +76,7 @@ _PROPERTY = "processor seconds"
 
 def left_out(
     items: list[Any],
-    third: int,
+    third: int | None,
     names: Collection[str] | None = None,
     in_turn: Collection[str] = (),
 ) -> list[Any]:
@@ -101,7 +84,7 @@ def left_out(
 
     Args:
         items: all tests.
-        third: 0, 1 or 2.
+        third: 0, 1 or 2; None leaves none of them out.
         names: names of cases to leave out; by default those in slow.txt.
         in_turn: files whose tests are rotating, too.
     """
@@ -110,7 +93,7 @@ def left_out(
     def is_left_out(item: Any) -> bool:
         marks = {mark for mark in MARKS if item.get_closest_marker(mark) is not None}
         is_rotating = ROTATING in marks or item.nodeid.partition("::")[0] in in_turn
-        another_day = is_rotating and _draw(item.nodeid)[0] % 3 != third
+        another_day = is_rotating and third is not None and _draw(item.nodeid)[0] % 3 != third
         return another_day or item.nodeid in names or not marks.isdisjoint(LEFT_OUT)
 
     slow = [item for item in items if is_left_out(item)]
