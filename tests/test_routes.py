@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from collage_fx import CollageBackend, explain
-from collage_fx.graph import Reason, Route
+from collage_fx.graph import Reason, Reasons, Route
 from tests.support.training import Descent, Lion, everything, parameters, run_steps, set_gradients
 from tests.support.whole import WHOLE
 
@@ -224,3 +224,9 @@ def test_the_route_is_in_why_and_in_the_log(caplog: pytest.LogCaptureFixture) ->
 def test_a_route_with_its_cause_says_why_dynamo_did_not_capture_the_step() -> None:
     assert Route("in parts").with_cause() == "captured, compiled in parts"
     assert Route("in parts", "it branches").with_cause() == "recorded, compiled in parts (it branches)"
+
+
+def test_a_route_as_a_sentence_has_its_first_reason() -> None:
+    assert Route("by family").sentence() == "Compiled by family."
+    reasons: Reasons = (("by family", Reason("it has a sum")), ("in parts", Reason("it has two")))
+    assert Route("whole", reasons=reasons).sentence() == "Compiled whole (not by family: it has a sum)."

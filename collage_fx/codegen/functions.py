@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import math
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
@@ -13,7 +14,7 @@ from torch.fx import Node
 from collage_fx.codegen import spellings
 from collage_fx.codegen.spellings import Language, NoSpelling
 from collage_fx.graph import trace_of
-from collage_fx.numerics import code_of_number
+from collage_fx.numerics import FIRST_INFINITE, code_of_number
 from collage_fx.torch_compat import OpOverload
 
 aten = torch.ops.aten
@@ -100,11 +101,11 @@ def _word(value: Any) -> str:
 
 
 def _is_test(node: Node) -> bool:
-    """Return whether a node asks if a float is finite (``abs(x) < inf``) or no NaN (``x == x``)."""
+    """Return whether a node asks if a float is finite (``abs(x) < inf``), also in 16 bits, or no NaN."""
     first, *others = node.args
     if node.target is aten.eq.Tensor:
         return others == [first]
-    is_below_infinity = node.target is aten.lt.Scalar and others == [float("inf")]
+    is_below_infinity = node.target is aten.lt.Scalar and others in ([math.inf], [FIRST_INFINITE])
     return is_below_infinity and isinstance(first, Node) and first.target is aten.abs.default
 
 

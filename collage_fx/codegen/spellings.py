@@ -226,13 +226,22 @@ def _cpp_root(dtype: torch.dtype, x: str) -> str:
 
 
 def _triton_root(dtype: torch.dtype, x: str) -> str:
-    return f"tl.sqrt_rn({bare(x)})" if dtype is torch.float32 else f"libdevice.sqrt({bare(x)})"
+    """Write a square root, rounded once; in float32 it is within an ulp if Inductor is told to be fast."""
+    if dtype is not torch.float32:
+        return f"libdevice.sqrt({bare(x)})"
+    return f"tl.sqrt({bare(x)})" if inductor_config.use_fast_math else f"tl.sqrt_rn({bare(x)})"
 
 
 def _triton_quotient(dtype: torch.dtype, x: str, y: str) -> str:
-    """Write a quotient; in float32 it is within 2 ulps, unless Inductor is told to round it."""
+    """Write a quotient; in float32 it is within 2 ulps, unless Inductor is told to round it.
+
+    If Inductor is told to be fast, these are 2 ulps for denominators from 2**-126 to 2**126; larger ones make
+    it zero, smaller ones infinite.
+    """
     if dtype is torch.float32 and inductor_config.eager_numerics.division_rounding:
         return f"tl.div_rn({bare(x)}, {bare(y)})"
+    if dtype is torch.float32 and inductor_config.use_fast_math:
+        return f"libdevice.fast_dividef({bare(x)}, {bare(y)})"
     return f"({x} / {y})"
 
 

@@ -3,6 +3,7 @@
 They are eager functions of tensors, and facts about formats, and know no graphs, optimizers or compilers.
 """
 
+from collage_fx.numerics.arithmetic import FIRST_INFINITE as FIRST_INFINITE
 from collage_fx.numerics.arithmetic import DoubleWord as DoubleWord
 from collage_fx.numerics.blocks import BLOCK as BLOCK
 from collage_fx.numerics.blocks import BLOCK_CODES as BLOCK_CODES

@@ -156,6 +156,10 @@ def finite_or_zero(lo: Tensor, hi: Tensor) -> Tensor:
     return torch.where(hi.abs() < inf, lo, zero)
 
 
+#: Smallest float32 number that :func:`upper_half` rounds to infinity.
+FIRST_INFINITE = 2.0**128 - 2.0**119
+
+
 def upper_half(value: Tensor) -> Tensor:
     """Round float32 ``value`` to bfloat16, ties away from zero, *returned as float32*.
 
@@ -170,7 +174,7 @@ def lower_half(value: Tensor) -> Tensor:
 
     The pattern of the value is that of :func:`upper_half` plus this number: zero where that is not finite.
     """
-    is_finite = upper_half(value).abs() < inf
+    is_finite = value.abs() < FIRST_INFINITE
     return torch.where(is_finite, value.view(torch.int32), 0).to(torch.int16)
 
 

@@ -30,7 +30,7 @@ RELIED_ON = (
     ),
     "torch._inductor:config has combo_kernels, combo_kernels_pointwise_only, cpu_backend",
     "torch._inductor:config has joint_graph_constant_folding, max_fusion_size, realize_opcount_threshold",
-    "torch._inductor:config has get_hash, size_asserts",
+    "torch._inductor:config has get_hash, size_asserts, use_fast_math",
     "torch._inductor.config:cpp has cxx, enable_floating_point_contract_flag, enable_unsafe_math_opt_flag",
     "torch._inductor.config:cpp has max_horizontal_fusion_size, threads",
     "torch._inductor.config:eager_numerics has division_rounding",

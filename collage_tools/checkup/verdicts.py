@@ -551,9 +551,10 @@ def _mixture_reasons(checks: list[TensorCheck]) -> list[str]:
         return []
     share = sum(each.at_constant for each in mixed) / sum(each.entries for each in mixed)
     names = _listed([each.name for each in grouped(mixed)])
+    constants = " or ".join(dict.fromkeys(f"{each.constant:g}" for each in mixed))
     return [
-        f"{share:.0%} of {names} are exactly {mixed[0].constant:g}, few are next to it, and others are far "
-        "away: most updates were too small to leave the constant."
+        f"{share:.0%} of {names} are exactly {constants}, few are next to it, and others are far away: most "
+        "updates were too small to leave the constant."
     ]
 
 

@@ -113,6 +113,29 @@ def test_quotients_are_rounded_where_inductor_is_told_to(rounds: bool) -> None:
 
 
 @pytest.mark.parametrize(
+    ("target", "usual", "fast"),
+    [
+        (aten.sqrt.default, "sqrt.rn.f32", "sqrt.approx.ftz.f32"),
+        (aten.div.Tensor, "div.full.f32", "div.approx"),
+    ],
+    ids=["root", "quotient"],
+)
+def test_roots_and_quotients_are_approximate_where_inductor_is_told_to_be_fast(
+    target: Any, usual: str, fast: str
+) -> None:
+    """The interpreter rounds both once; a card's errors are those that the instructions state."""
+    x, y = (patterns(F32, seed).abs().clamp(2.0**-60, 2.0**60) for seed in (1, 2))
+    operands = [x] if target is aten.sqrt.default else [x, y]
+    for is_fast, instruction in ((False, usual), (True, fast)):
+        with torch._inductor.config.patch(use_fast_math=is_fast):
+            kernel = printed(graph_of(target, operands, x, length=True))
+            found, _ = computed(target, operands)
+        exact = target(*(each.double() for each in operands))
+        assert not ((found - exact).abs() > 2.0**-23 * exact).any()
+        assert instruction in str(machine_code(kernel.name, kernel.source[True]).stages["ptx"])
+
+
+@pytest.mark.parametrize(
     ("target", "instruction"),
     [(aten.maximum.default, "max.NaN.f32"), (aten.minimum.default, "min.NaN.f32")],
     ids=["larger", "smaller"],

@@ -220,6 +220,7 @@ LIBDEVICE: dict[str, Callable[..., Array]] = {
     "sub_rn": np.subtract,
     "mul_rn": np.multiply,
     "div_rn": np.divide,
+    "fast_fdivide": np.divide,
     "sqrt_rn": np.sqrt,
     "rcp_rn": lambda x: x.dtype.type(1) / x,
     "fma_rn": fma,

@@ -141,6 +141,9 @@ def test_a_mixture_in_norms_is_evidence(tmp_path: Path) -> None:
     found = checkup(saved(norms(*mixed), tmp_path / "mixed.pt"))
     assert found.verdict == ROUNDED_AWAY
     assert found.reasons[0].startswith(f"{at_constant:.0%} of layers.*.q_norm.weight are exactly 1, ")
+    other = norms(mixed[0], mixed[1])
+    other["layers.1.q_norm.weight"] *= 0.5
+    assert " are exactly 1 or 0.5, " in checkup(saved(other, tmp_path / "other.pt")).reasons[0]
     lengths = saved(norms(mixed[0], mixed[1][:240]), tmp_path / "lengths.pt")
     assert checkup(lengths).verdict == ROUNDED_AWAY
     assert checkup(saved(norms(*spread), tmp_path / "spread.pt")).verdict == NO_SIGN
