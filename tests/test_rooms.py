@@ -223,6 +223,7 @@ FOR_USERS = {
     "Exact",
     "Fp32",
     "Mcf",
+    "Weights",
     "blocks_of",
     "collage",
     "from_blocks",
@@ -707,7 +708,7 @@ FEATURES = {
     r"[Dd]ither|phase": (27, 24, 23, 20, 16),
     r"[Rr]ecord(ed|ing|er)\b": (23, 21, 20, 16),
     r"\bmember": (17, 16, 13),
-    r"[Pp]acked|pack_state": (31, 30, 29, 28, 26, 25, 18, 17),
+    r"[Pp]acked|pack_state": (31, 30, 29, 28, 26, 25, 18, 16),
     r"DTensor": (6, 5),
 }
 
