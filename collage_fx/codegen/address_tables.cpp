@@ -44,10 +44,15 @@ struct alignas(128) Sum {
 
 }  // namespace
 
-// The addresses of the tensors at these places of a list.
-extern "C" void gather(
+// The addresses of the tensors at these places of a list. Returns their number, up to a tensor without memory.
+extern "C" Word gather(
     PyObject* values, Word count, const Word* places, void* (*address_of)(PyObject*), void** addresses) {
-  for (Word i = 0; i < count; ++i) addresses[i] = address_of(PyList_GET_ITEM(values, places[i]));
+  Word i = 0;
+  try {
+    for (; i < count; ++i) addresses[i] = address_of(PyList_GET_ITEM(values, places[i]));
+  } catch (...) {  // of torch: a sparse tensor has no memory of its own
+  }
+  return i;
 }
 
 // Some elements of each of the tensors at these addresses, of 16 bits each and with so many elements.

@@ -56,7 +56,7 @@ def load_library() -> Any:
     pointer, word = ctypes.c_void_p, ctypes.c_int64
     types: dict[str, Any] = {
         "run": ctypes.CFUNCTYPE(None, pointer, word, pointer, word, *[pointer] * 6, word, word, pointer),
-        "gather": ctypes.PYFUNCTYPE(None, ctypes.py_object, word, *[pointer] * 3),
+        "gather": ctypes.PYFUNCTYPE(word, ctypes.py_object, word, *[pointer] * 3),
         "fill": ctypes.CFUNCTYPE(word, word, *[pointer] * 5, word),
         "classify": ctypes.CFUNCTYPE(word, word, word, word, pointer, word, *[pointer] * 4),
         "peek": ctypes.PYFUNCTYPE(None, word, *[pointer] * 3),
@@ -128,7 +128,10 @@ class Gather:
     def __call__(self, values: list[Any]) -> array[int]:
         """Return the address table of a list whose values at these indices are tensors."""
         addresses, place = array("q", self._places), self._places.buffer_info()
-        self._gather(values, place[1], place[0], ADDRESS_OF_TENSOR, addresses.buffer_info()[0])
+        found = self._gather(values, place[1], place[0], ADDRESS_OF_TENSOR, addresses.buffer_info()[0])
+        if found < len(addresses):
+            kind = type(values[self._places[found]]).__name__
+            raise RuntimeError(f"a {kind} without memory of its own among the tensors of a compiled step")
         return addresses
 
 

@@ -176,6 +176,13 @@ def test_addresses_are_those_of_first_elements() -> None:
     assert not Gather([])(values)
 
 
+def test_a_tensor_without_memory_is_an_error() -> None:
+    """Torch throws in C++, where nothing would catch it but the end of the process."""
+    sparse = torch.ones(3).to_sparse()
+    with pytest.raises(RuntimeError, match="a Tensor without memory of its own"):
+        Gather([1, 0])([sparse, torch.ones(3)])
+
+
 ELEMENTWISE: list[Any] = [
     torch.optim.AdamW,
     torch.optim.NAdam,
