@@ -18,6 +18,7 @@ import pytest
 import torch
 from torch._inductor.utils import fresh_cache
 
+import collage_fx
 from collage_fx import CollageBackend
 from tests.support import fake_cuda
 from tests.support.figures import Record, note
@@ -87,6 +88,36 @@ def test_gradients_that_have_moved_are_one_upload() -> None:
         assert found == {"launches": 2, "uploads": 1}
     before = UPLOADS - 2  # the first steps have uploaded as well
     assert waits == [0] * before + [1] * (len(waits) - before)
+
+
+def test_parts_of_a_backward_pass_are_an_upload_each() -> None:
+    """In the second pass, where each part has been met, nothing is waited for, and no program is written."""
+    model = torch.nn.Sequential(*(torch.nn.Linear(16, 16) for _ in range(12))).to("cuda", torch.bfloat16)
+    optimizer = adamw(model.parameters())
+    collage_fx.step_in_backward(model, optimizer, bucket_bytes=1)
+    data = torch.ones(2, 16, device="cuda", dtype=torch.bfloat16)
+
+    def step() -> None:
+        model(data).square().mean().backward()
+        optimizer.step()
+
+    found = [counted(step) for _ in range(UPLOADS)]
+    parts = found[-1]["launches"] // 2
+    assert parts == 24
+    assert found[1:] == [{"launches": 2 * parts, "uploads": parts}] * (UPLOADS - 1)
+
+
+def test_tensors_whose_gradients_come_and_go_are_an_upload_a_step() -> None:
+    """Each third has none in turn; the first rounds compile."""
+    rig, found = begun(), []
+    for i, grads in enumerate(gradients(SHAPES, 15)):
+        move_gradients(rig, grads)
+        for p in rig.parameters[i % 3 :: 3]:
+            p.grad = None
+        found.append(counted(rig.compiled))
+    for each in found[9:]:
+        each.pop("event waits", None)  # for an upload a few steps ago
+        assert each == {"launches": 2, "uploads": 1}
 
 
 def test_the_first_step_waits_as_often_for_many_tensors(record_property: Record) -> None:

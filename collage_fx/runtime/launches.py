@@ -13,7 +13,8 @@ address table in the device's memory, a vector of 64-bit words for all launches 
 Partial sums over all elements are in separate memory, at the same addresses in all steps. A launch adds them.
 
 Most words are the same at every step, but for addresses of gradients. So a C++ function computes all words on
-the host, and they are uploaded from pinned memory, asynchronously, if any has changed.
+the host, and they are uploaded from pinned memory, asynchronously, if any has changed. The words of programs
+depend on which rows are launched alone, such as those of a part of a backward pass, and are remembered.
 
 A program may capture a step into a CUDA graph of its own. Only the launches are recorded: when replayed, they
 read the table that the last step outside the graph has uploaded.
@@ -24,7 +25,6 @@ A tensor with more elements than 32-bit indices reach has several rows, with a p
 from __future__ import annotations
 
 import functools
-import itertools
 from array import array
 from collections.abc import Callable, Collection, Sequence
 
@@ -40,8 +40,10 @@ from collage_fx.torch_compat import ALIGNED_BYTES, TableKernel, launch, on_devic
 #: Largest number of elements of a piece.
 LONGEST_PIECE = 1 << 30
 
-#: Number of pinned buffers: uploads that can be pending at the same time.
+#: Number of pinned buffers for each set of rows that is launched: uploads that can be pending at a time.
 UPLOADS = 4
+#: Sets of rows whose programs are remembered.
+MOST_SETS = 64
 
 
 class Launch:
@@ -68,6 +70,7 @@ class Launch:
         self._classify: Classify | None = None
         #: Words of the programs, by whether the addresses of elements are aligned.
         self.programs: dict[bool, Tensor] = {}
+        self._programs: dict[bytes, dict[bool, Tensor]] = {}  # by the kinds of all rows
 
     @property
     def accesses(self) -> list[int]:
@@ -83,16 +86,21 @@ class Launch:
             self._classify = Classify(*given)
         if not self._classify(present):
             return
-        for replaced in self.programs.values():
-            if device.type == "cuda":  # a launch on another stream than the memory's may still read it
-                replaced.record_stream(torch.cuda.current_stream(device))
-        self.programs = {}
+        if (known := self._programs.get(self._kinds.tobytes())) is not None:
+            self.programs = known
+            return
+        if len(self._programs) >= MOST_SETS:
+            for dropped in self._programs.pop(next(iter(self._programs))).values():
+                if device.type == "cuda":  # a launch on another stream than the memory's may still read it
+                    dropped.record_stream(torch.cuda.current_stream(device))
+        self.programs = self._programs[self._kinds.tobytes()] = {}
         kinds = torch.tensor(self._kinds)
         blocks = (torch.tensor(self.lengths) + self.function.size - 1) // self.function.size
         for kind, aligned in ((1, True), (2, False)):
             (chosen,) = torch.where(kinds == kind)
             if len(chosen):
                 self.programs[aligned] = programs(chosen, blocks[chosen].clamp(min=1), device)
+        self._launches.most_sets = max(self._launches.most_sets, len(self._programs))
 
     def __call__(self) -> None:
         for aligned, of_kernel in self.programs.items():
@@ -108,7 +116,9 @@ class Launch:
 def programs(rows: Tensor, blocks: Tensor, device: torch.device) -> Tensor:
     """Return a word for each program of a launch: ``row << 32 | block``."""
     count = int(blocks.sum())
-    rows, blocks = rows.to(device), blocks.to(device)
+    if device.type == "cuda":  # from pinned memory, nothing waits for the device
+        rows, blocks = rows.pin_memory(), blocks.pin_memory()
+    rows, blocks = (each.to(device, non_blocking=True) for each in (rows, blocks))
     starts = blocks.cumsum(0) - blocks
     row, start = (each.repeat_interleave(blocks, output_size=count) for each in (rows, starts))
     return row << 32 | torch.arange(count, device=device) - start
@@ -132,6 +142,9 @@ class Launches(Table):
         self._adding: TableKernel | None = None
         #: Table, allocated at the first step.
         self.table = torch.empty(0, dtype=torch.int64)
+        #: Most sets of rows that a launch has had: parts of a step that may be pending.
+        self.most_sets = 1
+        self._buffers: list[tuple[Tensor, torch.cuda.Event]] = []  # pinned, in the order of their uploads
         self._is_current = False
         self._present: array[int] | None = None
         self.launches: list[Launch] = []
@@ -198,10 +211,6 @@ class Launches(Table):
         self._words = torch.zeros(len(words), dtype=torch.int64)
         self._fill = Fill(self._words, *origins)
         self._uploaded = self.table[: len(words)]
-        pinned = range(UPLOADS if self.device.type == "cuda" else 0)
-        self._buffers = itertools.cycle(
-            [(torch.empty_like(self._words, pin_memory=True), torch.cuda.Event()) for _ in pinned]
-        )
 
     def update(self, addresses: array[int], scratch: Tensor, present: array[int] | None = None) -> None:
         """Update the table for a step: before its launches, after the computations of the host.
@@ -237,11 +246,15 @@ class Launches(Table):
             self._uploaded.copy_(self._words)
             return
         with on_device(self.device):
-            buffer, read = next(self._buffers)
-            read.synchronize()
+            if len(self._buffers) < UPLOADS * self.most_sets:
+                buffer, read = torch.empty_like(self._words, pin_memory=True), torch.cuda.Event()
+            else:
+                buffer, read = self._buffers.pop(0)
+                read.synchronize()
             buffer.copy_(self._words)
             self._uploaded.copy_(buffer, non_blocking=True)
             read.record()
+            self._buffers.append((buffer, read))
 
 
 def is_captured(device: torch.device) -> bool:
