@@ -262,7 +262,7 @@ GPT-2 124M: 148 tensors, {parameters:.1f} million parameters. {about}.
 
 If memory bounds a step, the prediction is right within 15 %. If instructions do (`block8`),
 the card issued about three quarters of the instructions that it can. The kernels have changed since this run.
-`./dev bench --device cuda` measures anew; [benchmarks](../benchmarks/README.md) has all columns.
+`python -m benchmarks.gpu FOLDER` measures anew; [benchmarks](../benchmarks/README.md) has all columns.
 
 A step of LAMB took 1.08 ms and 5 launches; without this package 14.3 ms and 2,220 launches. The host needed
 0.51 ms for a step of AdamW (torch's fused AdamW: 0.53), 0.65 and 0.57 if all gradients had moved.

@@ -15,7 +15,7 @@ import torch
 from torch.torch_version import TorchVersion
 
 import collage_fx
-from benchmarks import comparison, edits, few_bytes, which_default
+from benchmarks import comparison, edits, few_bytes, gpu, which_default
 from benchmarks.__main__ import main, opened, parse_arguments, stages
 from benchmarks.beyond_fp32 import off
 from benchmarks.by_hand import BETAS, EPS, LR, WEIGHT_DECAY, EagerCollage, KahanAdamW
@@ -30,6 +30,56 @@ from collage_fx.numerics.arithmetic import join
 
 #: Nothing of other packages, and what compiles in seconds.
 NAMES = ("light", "torch fp32 fused", "bf16 + fp32 master, fused", "eager Collage plus", "flashoptim 24 bit")
+
+
+def test_a_run_on_a_card_goes_on_where_it_was_cut_off(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Each part has its limit, and all have one; what has ended stays."""
+    parts = [
+        gpu.Part("quick", "one thing", 60, ["-c", "print('done')"]),
+        gpu.Part("slow", "another", 1, ["-c", "print('begun', flush=True); import time; time.sleep(99)"]),
+        gpu.Part(
+            "wrong",
+            "a third",
+            60,
+            ["-c", "import os; print(os.environ['MODE']); raise SystemExit(3)"],
+            {"MODE": "x"},
+        ),
+    ]
+    assert gpu.run(parts[:2], tmp_path, 60)["slow"]["status"] is None
+    assert (tmp_path / "slow.txt").read_text() == "begun\n"
+    ended = gpu.run(parts, tmp_path, 60)
+    assert {name: each["status"] for name, each in ended.items()} == {"quick": 0, "slow": None, "wrong": 3}
+    assert capfd.readouterr().out.splitlines() == [
+        "quick: one thing",
+        "slow: another",
+        "slow: another",
+        "wrong: a third",
+    ]
+    lines = [
+        [cell.strip() for cell in line.split("|")[1:-1]]
+        for line in (tmp_path / "summary.md").read_text().splitlines()
+    ]
+    assert [(name, result, says) for name, _, result, _, says in lines[2:5]] == [
+        ("quick", "exit status 0", "done"),
+        ("slow", "time was up", "begun"),
+        ("wrong", "exit status 3", "x"),
+    ]
+    assert gpu.run(parts, tmp_path, 1) == ended  # no time for a part
+
+
+def test_the_commands_of_a_run_on_a_card_are_understood() -> None:
+    """In less time than a machine is lent for at once, with rows that the benchmark has."""
+    assert sum(part.seconds for part in gpu.PARTS) <= 540
+    for part in gpu.PARTS:
+        if part.command[:2] == ["-m", "benchmarks"]:
+            assert {*part.command[part.command.index("--peers") + 1 :]} <= {*PEERS}
+            assert part.command[part.command.index("--sizes") + 1] in SIZES
+        if "pytest" in part.command:
+            files = [each for each in part.command if each.startswith("tests/")]
+            assert files
+            assert all((Path(__file__).parents[1] / each).is_file() for each in files)
 
 
 @pytest.fixture(scope="module")
