@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 
 import pytest
 import torch
 from torch import Tensor
 
+from collage_fx.graph import Reason
+from collage_fx.lowering.kernels import _stackable
 from collage_fx.lowering.rule_graphs import graph_of
+from collage_fx.lowering.rules import Line
 from collage_fx.lowering.stacks import in_stacks, stacked_graph
 from collage_fx.numerics import ROUND_TO_STORAGE
 from collage_fx.runtime import HOST, WORD, Call, Kernel, Plan, Stackable, StepInParts
@@ -113,6 +117,18 @@ def test_values_reach_stacks_and_leave_them(operands: list[tuple[int, int]]) -> 
     )
     assert all(map(torch.equal, found, expected))
     assert len({value.data_ptr() for value in found}) == 6
+
+
+def test_a_rule_that_is_given_a_number_has_no_stacks() -> None:
+    """A step gives symbolic numbers to each call: there is no stack of them."""
+    rule = rule_for(lambda x: x @ x.t(), [torch.ones(4, 5)])
+    (given,) = (line for line in rule.lines if line.target is None)
+    dtype, _, *layout = given.args
+    on_a_gpu = replace(given, args=(dtype, torch.device("cuda"), *layout))
+    rule = replace(rule, lines=tuple(on_a_gpu if line is given else line for line in rule.lines))
+    assert _stackable(rule, Reason("it has a product")) is not None
+    with_number = replace(rule, lines=(*rule.lines, Line(None, (torch.SymFloat,))))
+    assert _stackable(with_number, Reason("it has a product")) is None
 
 
 # ------------------------------------------------------------------------------------------- whole steps
