@@ -211,7 +211,7 @@ def read_before_overwriting(editor: GraphEditor) -> None:
         overwritten.add(destination)
     output = editor.graph.output_node()
     for result in output.all_input_nodes:
-        if result.op != "placeholder" and memory_read(result) in overwritten:
+        if memory_read(result) in overwritten:
             with editor.graph.inserting_before(stores[0]):
                 output.replace_input_with(result, _twice_negated(editor, result))
 

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
+from torch.utils._pytree import tree_leaves
 
 from collage_fx import CollageBackend, full_value, install
 
@@ -121,3 +122,33 @@ def test_a_step_leaves_what_eager_torch_leaves(seed: int, way: str, dtype: torch
     step()
     eager.step()
     assert all(map(torch.equal, values(ours), values(eager)))
+
+
+def result_of_copies(x: Tensor, y: Tensor, g: Tensor) -> Tensor:
+    old = y.view(-1).clone()
+    y.sub_(g)
+    x.copy_(old.view_as(x))
+    result = x.clone()
+    x.add_(1)
+    return result
+
+
+def parameter_and_result(x: Tensor, y: Tensor, g: Tensor) -> tuple[Tensor, ...]:
+    old = x.clone()
+    x.add_(g)
+    return x, old, old.t(), x.view(-1)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("strategy", ["plus", "none"])
+@pytest.mark.parametrize("function", [result_of_copies, parameter_and_result])
+def test_what_a_function_returns_is_what_eager_torch_returns(
+    function: Callable[..., Any], strategy: Any, dtype: torch.dtype
+) -> None:
+    """Inductor removes copies of copies: a result would be the input itself, which has been overwritten."""
+    torch._dynamo.reset()
+    compiled = torch.compile(function, backend=CollageBackend(strategy=strategy))
+    ours, eager = ([(torch.arange(24.0) + 3 * i).view(4, 6).to(dtype) for i in range(3)] for _ in range(2))
+    with torch.no_grad():
+        found, expected = compiled(*ours), function(*eager)
+    assert all(map(torch.equal, tree_leaves((found, ours)), tree_leaves((expected, eager))))
