@@ -218,7 +218,6 @@ def test_what_a_step_makes_and_multiplies_with(strategy: Strategy, seed: int) ->
         )
     ]
     ours, plain, single = (float((move - moves[3]).norm() / moves[3].norm()) for move in moves[:3])
-    assert plain >= 0.02
     # float32's own error, by other orders of sums and eigenvalues: some times as large; or the update's last
     # bit of the storage format, once, where a product of a gradient alone keeps the format.
-    assert ours <= max(8 * single, 2.0**-9)
+    assert ours <= min(max(8 * single, 2.0**-9), plain / 2)

@@ -51,6 +51,17 @@ add: float32[4] = add(p, mul)  # normalize""",
     )
 
 
+def test_the_summary_counts_what_has_been_opened() -> None:
+    def step(p: Tensor, m: Tensor, g: Tensor) -> None:
+        p.copy_(torch.addcdiv(p, m, g))
+        m.copy_(torch.addmm(m, g, g[:, :1] @ g[:1]))
+
+    gm = make_fx(step, tracing_mode="fake")(*(torch.ones(4, 4).bfloat16() for _ in range(3)))
+    infos = [InputInfo(name, name, Role.STATE) for name in "pmg"]
+    program = StepProgram(gm, infos, "plus", "wide", ERROR_FORMATS["mcf"])
+    assert Normalize().run(program) == "3 composite and 0 foreach operations opened"
+
+
 def test_a_product_of_a_column_and_a_row_is_elementwise() -> None:
     def step(p: Tensor, x: Tensor, y: Tensor) -> None:
         p.copy_(p - x @ y)

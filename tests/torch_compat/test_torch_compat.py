@@ -13,6 +13,8 @@ from unittest import mock
 
 import pytest
 import torch
+from torch._dynamo.exc import TensorifyScalarRestartAnalysis
+from torch._dynamo.symbolic_convert import TensorifyState
 from torch._dynamo.utils import counters
 from torch._inductor.cpp_builder import CppBuilder
 from torch._inductor.cpu_vec_isa import VecAVX2, VecAVX512
@@ -23,6 +25,7 @@ from collage_fx import CollageBackend, backend_of, install, numerics, torch_comp
 from collage_fx.codegen import lowerings
 from collage_fx.torch_compat import load_cpp_library, patch_optimizers, patches, records
 from collage_fx.torch_compat.optim_frames import key_of_code
+from collage_fx.torch_compat.patch_numbers import BurnedIn, noticing_burned_in
 from tests.support.substitutes import compiled_for_vectors, processor
 from tests.support.training import Descent, parameters, run_steps, set_gradients
 
@@ -282,3 +285,18 @@ def test_code_that_dynamo_has_written_has_a_key_by_identity() -> None:
     assert key_of_code(code) == key_of_code(code.replace())
     assert {key_of_code(written): 1}[key_of_code(written)] == 1
     assert key_of_code(written) != key_of_code(code.replace(co_consts=([],)))
+
+
+def test_numbers_that_another_compilation_has_burned_in_are_not_this_ones() -> None:
+    """Dynamo forgets them when it traces, and our compilations do not trace."""
+    TensorifyState.specialize("of_another")
+
+    def compile_again() -> None:
+        with noticing_burned_in():
+            TensorifyState.specialize("of_this")
+            raise TensorifyScalarRestartAnalysis
+
+    with pytest.raises(BurnedIn) as found:
+        compile_again()
+    assert found.value.symbols == {"of_this"}
+    assert not TensorifyState.force_specializations
