@@ -12,7 +12,7 @@ from torch.fx import Graph
 
 from collage_fx.choices import did_you_mean
 from collage_fx.errors import CollageError, FailedPassError, InvalidOptionError
-from collage_fx.graph import StepProgram, copy_of, mark_new_nodes, verify
+from collage_fx.graph import PASS_MARK, StepProgram, copy_of, verify
 from collage_fx.passes.allocate import Allocate
 from collage_fx.passes.analyze import Analyze
 from collage_fx.passes.base import Pass as Pass
@@ -159,7 +159,9 @@ def run_pipeline(
             program.left_out.append(failed)
             summary = f"left out: {failed.met}"
         program.gm.graph.eliminate_dead_code()
-        mark_new_nodes(program.gm.graph, earlier, made_by=each.name)
+        for node in program.gm.graph.nodes:  # an editor may have marked it
+            if node not in earlier and node.op != "output":
+                node.meta.setdefault(PASS_MARK, each.name)
         compensated = compensated or isinstance(each, (CompensateWide, CompensateNative))
         verify(program, after=each.name, compensated=compensated)
         if observe is not None:

@@ -61,9 +61,8 @@ class Analyze(Pass):
             if placeholder not in updated:
                 continue
             store, is_parameter = stores[placeholder], info.role is Role.PARAMETER
-            of = partial(
-                graph.read_recurrence, placeholder, graph.stored(store), symbols, is_parameter=is_parameter
-            )
+            read_from = placeholder, graph.stored(store), symbols
+            of = partial(graph.read_recurrence, *read_from, is_parameter=is_parameter)
             recurrence = of(new_values)
             if recurrence.kind is Kind.OVERWRITE and flow.returns_to(placeholder):
                 # It depends on its old value through other tensors' new values: read those, too.
@@ -162,9 +161,8 @@ def _recurrences_of_replaced(
             continue
         if old.shape == placeholder.meta["val"].shape and graph.is_low_precision_tensor(node):
             named = {**symbols, node: symbols[placeholder]}
-            found = graph.read_recurrence(
-                node, graph.stored(stores[placeholder]), named, {}, is_parameter=False
-            )
+            value = graph.stored(stores[placeholder])
+            found = graph.read_recurrence(node, value, named, {}, is_parameter=False)
             if found.kind is not Kind.OVERWRITE:
                 yield found, position in program.has_lasting_terms
 
@@ -339,9 +337,8 @@ def _stored(state: StateTensor) -> Node:
 def _select_gradient(program: StepProgram, state: StateTensor, flow: _Flow) -> tuple[bool, str]:
     """Return whether a gradient is state because gradients accumulate in it, and why."""
     path = (node for node in state.recurrence.path if graph.passed_operand(node) is None)
-    accumulates = state.recurrence.slopes == (1,) and all(
-        graph.facts_of(n.target).sign in ("+", "-") for n in path
-    )
+    signs = {graph.facts_of(node.target).sign for node in path}
+    accumulates = state.recurrence.slopes == (1,) and signs <= {"+", "-"}
     if accumulates and not any(flow.is_read(p.placeholder, state.placeholder) for p in program.parameters):
         return True, "gradients accumulate in it"
     return False, "a gradient, computed anew for every step"

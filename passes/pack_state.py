@@ -74,8 +74,8 @@ def _why_not(program: StepProgram, state: StateTensor, fmt: ErrorFormat, divided
     is_linear = bool(slopes) or not state.depends_on_old_value
     if not is_linear or not all(slope.is_number and 0 <= slope <= 1 for slope in slopes):
         return "its old value is multiplied by a tensor, or by a number above 1"
-    if graph.splits_blocks(state, fmt):
-        return "the step keeps single elements, which have a scale in common with others"
+    if why_not := graph.splits_blocks(state, fmt):
+        return why_not
     overwritten = (each for each in program.parameters if each.recurrence.kind is Kind.OVERWRITE)
     if any(state.placeholder in graph.made_of(each.stored) for each in overwritten):
         return "a parameter is overwritten with it"

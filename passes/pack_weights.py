@@ -7,8 +7,7 @@ single elements of a block. A recorded step chooses none.
 
 from __future__ import annotations
 
-from collage_fx.graph import StateTensor, StepProgram, splits_blocks
-from collage_fx.numerics import ErrorFormat
+from collage_fx.graph import StepProgram, splits_blocks
 from collage_fx.passes.base import Pass
 
 
@@ -29,12 +28,6 @@ class PackWeights(Pass):
             fmt = program.known_formats.get(state.position, program.weights)
             if fmt is None:
                 continue
-            chosen += state.pack(fmt, _why_not(state, fmt), "a weight")
+            why_not = splits_blocks(state, fmt) or state.why_not_stored(fmt)
+            chosen += state.pack(fmt, why_not, "a weight")
         return f"{chosen} of {len(parameters)} parameters"
-
-
-def _why_not(state: StateTensor, fmt: ErrorFormat) -> str:
-    """Return why a parameter keeps error terms; empty if it does not."""
-    if splits_blocks(state, fmt):
-        return "the step keeps single elements, which have a scale in common with others"
-    return state.why_not_stored(fmt)

@@ -91,7 +91,8 @@ def _most_repaid(program: StepProgram, state: StateTensor) -> float:
 
     It is the same for all tensors of a plan, whatever their sizes: so one launch computes their numbers.
     """
-    bounds = [fmt.error_bound(state.value.dtype) for fmt in program.formats_of_signed(state)]
+    formats = {state.error_format, *(program.packed or ())[:1]}  # the latter of state of either sign
+    bounds = [fmt.error_bound(state.value.dtype) for fmt in formats]
     beta = float(state.recurrence.slopes[0])
     return _all_later(beta) * max(float(max(bound.relative, bound.of_largest)) for bound in bounds)
 
@@ -252,9 +253,8 @@ class _Powers:
         elif sign in ("*", "/"):
             is_linear = len(made) == 1 and (sign == "*" or node.args[0] in made)
             is_linear = is_linear and all(map(self._is_linear_if_switched, operands))
-            self.is_scaled |= bool(made) and any(
-                graph.has_elements(each) for each in operands if each not in made
-            )
+            others = (each for each in operands if each not in made)
+            self.is_scaled |= bool(made) and any(map(graph.has_elements, others))
             first, second = map(self._of, node.args)
             if first is not None and second is not None:
                 power = first + second if sign == "*" else first - second

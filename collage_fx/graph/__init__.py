@@ -37,7 +37,6 @@ from collage_fx.graph.nodes import is_float32_tensor as is_float32_tensor
 from collage_fx.graph.nodes import is_low_precision_tensor as is_low_precision_tensor
 from collage_fx.graph.nodes import is_number as is_number
 from collage_fx.graph.nodes import made_of as made_of
-from collage_fx.graph.nodes import mark_new_nodes as mark_new_nodes
 from collage_fx.graph.nodes import operands_of as operands_of
 from collage_fx.graph.nodes import operator_name as operator_name
 from collage_fx.graph.nodes import operator_of as operator_of

@@ -93,9 +93,8 @@ class _Updates:
         graph = program.gm.graph
         self._is_recorded = program.is_recorded
         self._graph = graph
-        self._roles = dict(
-            zip(nodes.placeholders(graph), (info.role for info in program.inputs), strict=True)
-        )
+        roles = [info.role for info in program.inputs]
+        self._roles = dict(zip(nodes.placeholders(graph), roles, strict=True))
         self._parameters = {node for node, role in self._roles.items() if role is Role.PARAMETER}
         self._new = {
             node: unless_skipped(node, nodes.stored(store))

@@ -225,7 +225,6 @@ def memory_read(node: Any) -> Any:
 
 def _twice_negated(editor: GraphEditor, node: Node) -> Node:
     """Add ``-(-x)``, in integers for a mask."""
-    negate = (
-        nodes.aten.logical_not.default if node.meta["val"].dtype is torch.bool else nodes.aten.neg.default
-    )
+    is_mask = node.meta["val"].dtype is torch.bool
+    negate = nodes.aten.logical_not.default if is_mask else nodes.aten.neg.default
     return editor.call(negate, editor.call(negate, node))

@@ -59,10 +59,8 @@ def is_unbounded(state: StateTensor, exact: Collection[Node], moved: Collection[
     own = {state.stored, *state.recurrence.path}
     readers = reached(sources, readers_of) - own
     same = {node for node in (*sources, *readers) if _origin(node) in sources}
-    leaves = any(
-        user is not state.store and user not in readers | own for node in same for user in node.users
-    )
-    return leaves or not readers or any(_mixes(node, {*readers, *sources}, sources) for node in readers)
+    leaves = {user for node in same for user in node.users} - readers - own - {state.store}
+    return bool(leaves) or not readers or any(_mixes(node, {*readers, *sources}, sources) for node in readers)
 
 
 def addends_of(state: StateTensor) -> set[Node]:
@@ -98,9 +96,7 @@ def _mixes(node: Node, dependent: Collection[Node], sources: Collection[Node]) -
 
 def _origin(node: object) -> object:
     """Return the value that a node only moves: a transpose, a view, a cast."""
-    while (
-        isinstance(node, Node) and node.op == "call_function" and (is_movement(node) or passed_operand(node))
-    ):
+    while isinstance(node, Node) and (is_movement(node) or passed_operand(node)):
         (node, *_) = node.all_input_nodes
     return node
 

@@ -159,13 +159,6 @@ def has_elements(node: Any) -> bool:
     return value is not None and value.dim() > 0
 
 
-def mark_new_nodes(graph: Graph, earlier: Collection[Node], *, made_by: str) -> None:
-    """Mark the nodes that are not in ``earlier`` and that no :class:`GraphEditor` has marked."""
-    for node in graph.nodes:
-        if node not in earlier and node.op != "output":
-            node.meta.setdefault(PASS_MARK, made_by)
-
-
 def assignments(graph: Graph) -> list[Node]:
     """Return the nodes that ``p.data = value`` was captured as."""
     find = graph.find_nodes

@@ -353,13 +353,8 @@ class StepProgram:
     @property
     def extended(self) -> Repetition:
         """Repetition including the error terms, the inputs that passes have added."""
-        return self.repetition.extended(
-            [state.position for state in self.expansions for _ in state.added_inputs]
-        )
-
-    def formats_of_signed(self, state: StateTensor) -> set[ErrorFormat]:
-        """Return the format of a state, and that of packed state of either sign, if state is to be packed."""
-        return {state.error_format, *(self.packed or ())[:1]}
+        owners = [each.position for each in self.expansions for _ in each.added_inputs]
+        return self.repetition.extended(owners)
 
     @property
     def compensation(self) -> str:
@@ -406,9 +401,7 @@ class StepProgram:
             return tuple(map(copied, value)) if isinstance(value, tuple) else copies.get(value, value)
 
         def moved(each: Any) -> Any:
-            changes = {
-                name: copied(value) for name, value in vars(each).items() if not isinstance(value, list)
-            }
+            changes = {n: copied(value) for n, value in vars(each).items() if not isinstance(value, list)}
             return replace(each, **changes)
 
         def go_back() -> None:

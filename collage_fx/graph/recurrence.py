@@ -255,9 +255,8 @@ def judge(recurrence: Recurrence, fmt: FloatFormat) -> Verdict:
     if recurrence.kind is Kind.ACCUMULATION:
         return _judge_accumulation(recurrence.slopes[0], fmt)
     if not recurrence.slopes:
-        return Verdict(
-            True, "depends on its old value nonlinearly, or by way of other state; no bound is known"
-        )
+        why = "depends on its old value nonlinearly, or by way of other state; no bound is known"
+        return Verdict(True, why)
     verdicts = [_judge_slope(slope, fmt) for slope in recurrence.slopes]
     found = next((verdict for verdict in verdicts if verdict.lossy), verdicts[0])
     noises = [verdict.noise for verdict in verdicts if verdict.noise is not None]
@@ -279,9 +278,8 @@ def _judge_slope(slope: sympy.Expr, fmt: FloatFormat) -> Verdict:
         return Verdict(True, "its decay is not a compile-time constant, so it may come arbitrarily near 1")
     noise = rms_noise(decay, fmt)
     if decay > 1:
-        return Verdict(
-            True, f"grows by {float(decay):.6g} a step, and the roundoff of each step with it", noise
-        )
+        why = f"grows by {float(decay):.6g} a step, and the roundoff of each step with it"
+        return Verdict(True, why, noise)
     if decay == 1:
         return Verdict(True, "alternates in sign without decaying: roundoff accumulates", noise)
     stall, rate = stall_band(decay, fmt), representation_error(decay, fmt)

@@ -57,9 +57,13 @@ def set_aside(state: StateTensor) -> Sequence[Skip]:
     return skips
 
 
-def splits_blocks(state: StateTensor, fmt: ErrorFormat) -> bool:
-    """Return whether a step keeps elements whose codes in ``fmt`` depend on elements that it changes."""
-    return not all(_keeps_codes(skip, state, fmt) for skip in _skips_of(state))
+def splits_blocks(state: StateTensor, fmt: ErrorFormat) -> str:
+    """Return whether a step keeps elements whose codes in ``fmt`` depend on elements that it changes.
+
+    It is a text that says so, or empty.
+    """
+    keeps_all = all(_keeps_codes(skip, state, fmt) for skip in _skips_of(state))
+    return "" if keeps_all else "the step keeps single elements, which have a scale in common with others"
 
 
 def restore(editor: GraphEditor, state: StateTensor, skips: Sequence[Skip]) -> None:
