@@ -100,6 +100,16 @@ class Store(NamedTuple):
     into: Node
     value: Node
 
+    @property
+    def is_of_halves(self) -> bool:
+        """Whether it rounds to float16, which a function does for many elements."""
+        return self.into.meta["val"].dtype is torch.float16 and is_rounding(self.value)
+
+    @property
+    def is_apart(self) -> bool:
+        """Whether a separate loop, or a function, writes the stored values."""
+        return self.is_of_halves or self.into.meta["val"].dtype.itemsize == 1
+
 
 class Elements:
     """Values of a rule's graph.

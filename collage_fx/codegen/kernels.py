@@ -28,18 +28,7 @@ from pathlib import Path
 import torch
 from torch.fx import Graph, Node
 
-from collage_fx.codegen.elements import (
-    BLOCKS,
-    JOINS,
-    ON_GRID,
-    Elements,
-    Kind,
-    Store,
-    is_read,
-    is_rounding,
-    operand_of,
-    reads_half,
-)
+from collage_fx.codegen.elements import JOINS, ON_GRID, Elements, Kind, Store, is_read, operand_of, reads_half
 from collage_fx.codegen.spellings import bare, in_memory, in_register
 from collage_fx.codegen.statements import Statements
 from collage_fx.graph import made_of
@@ -129,8 +118,8 @@ class _Flat:
 
     def __init__(self, elements: Elements) -> None:
         self.elements = elements
-        self.blocks = BLOCKS if elements.width > 1 else 0
         self.length = elements.chunk
+        self.blocks = self.length // elements.width if elements.width > 1 else 0
         inputs = elements.of_kind(Kind.OF_ELEMENT, elements.inputs)
         #: Expressions of the inputs of the next chunk, until the statements that fetch it are written.
         self.ahead = [f"{node.name} + at + {self.length}" for node in inputs]
@@ -145,7 +134,7 @@ class _Flat:
         self.buffered = [(node, node.name, "int32_t") for node in bytes_read]
         self.buffered += [(node, str(operand_of(node).name), "float") for node in halves_read]
         self.read = {node: f"{name}_in[j]" for node, name, _ in self.buffered}
-        self.apart = {store: f"{store.into.name}_out" for store in self.stores if _is_apart(store)}
+        self.apart = {store: f"{store.into.name}_out" for store in self.stores if store.is_apart}
         self.totals = [(store.into.name, store.value.all_input_nodes[0]) for store in elements.totals]
         added = (value for _, value in self.totals)
         late = [*(store.value for store in self.stores), *added]
@@ -210,9 +199,7 @@ class _Flat:
             for node in dict.fromkeys([*self.kept, *self.quotients])
         ]
         buffers += [(f"magnitudes{i}", "uint32_t") for i, _ in enumerate(self.elements.largest)]
-        for store, name in self.apart.items():
-            is_half = store.into.meta["val"].dtype is torch.float16
-            buffers.append((name, "float" if is_half else "int32_t"))
+        buffers += [(x, "float" if store.is_of_halves else "int32_t") for store, x in self.apart.items()]
         buffers += [(f"{total}_of", "float") for total, _ in self.totals]
         lines = [_buffer(name, kind, self.length) for name, kind in buffers]
         return [*lines, *(f"double {total}_lanes[16] = {{}};" for total, _ in self.totals)]
@@ -229,12 +216,11 @@ class _Flat:
     def _writes(self) -> list[str]:
         lines = []
         for store, name in self.apart.items():
-            into = store.into
-            kind = in_memory(into.meta["val"].dtype)
-            if kind == "uint16_t":
-                lines.append(f"write_f16({into.name} + at, {name}, count);")
+            if store.is_of_halves:
+                lines.append(f"write_f16({store.into.name} + at, {name}, count);")
             else:
-                lines += _loop([f"{into.name}[at + j] = {kind}({name}[j]);"])
+                kind = in_memory(store.into.meta["val"].dtype)
+                lines += _loop([f"{store.into.name}[at + j] = {kind}({name}[j]);"])
         lines += [f"add_up({total}_lanes, {total}_of, count);" for total, _ in self.totals]
         return lines
 
@@ -280,9 +266,8 @@ class _Flat:
             loops += self._early_loop(wanted, {**known, **done})
             for i, (value, node) in enumerate(zip(elements.in_blocks, elements.largest, strict=True)):
                 if value in wanted:
-                    loops.append(
-                        f"largest_of_blocks<{width}, {BLOCKS}>(magnitudes{i}, largest{i}, count / {width});"
-                    )
+                    shape, given = f"{width}, {self.blocks}", f"magnitudes{i}, largest{i}, count / {width}"
+                    loops.append(f"largest_of_blocks<{shape}>({given});")
                     self.of_block[node] = f"bits<float>(largest{i}[block])"
             loops += self._block_loop()
             later = [node for node in later if node not in wanted]
@@ -400,17 +385,9 @@ class _Flat:
         ]
 
 
-def _is_apart(store: Store) -> bool:
-    """Return whether a separate loop, or a function, writes the stored values."""
-    dtype = store.into.meta["val"].dtype
-    return dtype.itemsize == 1 or (dtype is torch.float16 and is_rounding(store.value))
-
-
 def _stored(store: Store) -> Node:
     """Return the value that a loop leaves for a store: for float16, the float32 number."""
-    if store.into.meta["val"].dtype is torch.float16 and is_rounding(store.value):
-        return operand_of(store.value)
-    return store.value
+    return operand_of(store.value) if store.is_of_halves else store.value
 
 
 def _loop(
