@@ -103,6 +103,7 @@ class Backend:
         return torch_compat.inductor_compile_as_it_is(gm, example_inputs, **inductor_options)
 
 
+@dataclass(eq=False)
 class Compilation:
     """A single compilation, from the graph that Dynamo captured to the callable that Dynamo calls.
 
@@ -110,21 +111,16 @@ class Compilation:
     ``settings`` are changes to Inductor's configuration during the compilation.
     """
 
-    def __init__(
-        self,
-        backend: Backend,
-        module: GraphModule,
-        arguments: tuple[Any, ...],
-        mode: str | None,
-        settings: dict[str, Any],
-    ) -> None:
-        self.backend = backend
-        self.options = backend.options
-        self.module = module
-        self.arguments = arguments
-        self.settings = settings
+    backend: Backend
+    module: GraphModule
+    arguments: tuple[Any, ...]
+    mode: str | None
+    settings: dict[str, Any]
+
+    def __post_init__(self) -> None:
+        self.options = self.backend.options
         # A helper that a step calls, or the rest of a step after a graph break, may not name the optimizer.
-        self.recorded, self.is_compiled, stepped, self.only_by_family = capture.RecordedPart.of(module)
+        self.recorded, self.is_compiled, stepped, self.only_by_family = capture.RecordedPart.of(self.module)
         self.is_recorded = bool(self.recorded)
         variables = {
             **torch_compat.traced_frame_variables(),
@@ -132,8 +128,8 @@ class Compilation:
         }
         self.optimizers = state.optimizers_among(variables)
         self.known = state.known_tensors(self.optimizers)
-        self.subject = backend.label(list(self.optimizers.values())) or traced_frame_name() or "step"
-        self.request = capture.Request(backend, {"mode": mode}, self.options.strict)
+        self.subject = self.backend.label([*self.optimizers.values()]) or traced_frame_name() or "step"
+        self.request = capture.Request(self.backend, {"mode": self.mode}, self.options.strict)
         self.left_alone = False
         #: Parameters that the step updates.
         self.updated: list[torch.Tensor] = []
@@ -516,11 +512,8 @@ class Compilation:
             if is_read and not _input_has_error_terms(info):
                 members = traced.repetition.copies[position]
                 unknown[node] = {id(traced.infos[index].tensor) for index in members} - self.known.keys()
-        if not unknown or traced.kept.isdisjoint(
-            graph.values_of_weights(traced.gm.graph, unknown) | unknown.keys()
-        ):
-            return []
-        read = set().union(*unknown.values())
+        values = {*unknown, *graph.values_of_weights(traced.gm.graph, unknown)}
+        read = set() if traced.kept.isdisjoint(values) else set().union(*unknown.values())
         return [i for i, argument in enumerate(self.arguments) if id(argument) in read]
 
     def _may_get_terms(self, traced: _Traced) -> frozenset[int]:
@@ -736,16 +729,15 @@ class Compilation:
         is_beside = bool(held) and not self.optimizers  # a function beside the steps, which have chosen
         if is_beside:
             budgets = [budget for budget in budgets if held.issuperset(budget.formats)] or budgets
-        others = self._others_of(program)
-        budgets = self._budgets_beside(others, budgets, program)
-        self.budgets = (
-            self._best_budget(budgets, takes_least=is_beside, others=self.backend.label(others)),
-            *budgets,
-        )
+        budgets, others = self._budgets_beside(budgets, program)
+        self.budgets = (self._best_budget(budgets, takes_least=is_beside, others=others), *budgets)
+        limit = self.options.bytes_per_parameter
         for optimizer in self.optimizers.values():
             known = self.backend.budgets.get(optimizer, self.budgets)
+            alike = (each for each in budgets if each.rank() == known[0].rank())
+            is_within = not isinstance(limit, float | int) or all(each.is_within(limit) for each in alike)
             # Most optimizers make their state in the first step, which holds less.
-            if known[-1].bytes >= budgets[-1].bytes and self._is_within(known[0], budgets):
+            if known[-1].bytes >= budgets[-1].bytes and is_within:
                 self.budgets = known
             self.backend.budgets[optimizer] = self.budgets
         program = self.budgets[0].applied_to(program)
@@ -754,30 +746,16 @@ class Compilation:
                 record.is_used = False  # used by a step that held less: converted now
         return program
 
-    def _is_within(self, budget: Budget, budgets: Sequence[Budget]) -> bool:
-        """Return whether a step that has these budgets is within the limit with the options of another."""
-        limit = self.options.bytes_per_parameter
-        alike = (each for each in budgets if each.rank() == budget.rank())
-        return not isinstance(limit, float | int) or all(each.is_within(limit) for each in alike)
+    def _budgets_beside(self, budgets: list[Budget], program: graph.StepProgram) -> tuple[list[Budget], str]:
+        """Return the budgets with the formats of other optimizers' steps, and the label of these optimizers.
 
-    def _others_of(self, program: graph.StepProgram) -> list[Optimizer]:
-        """Return other optimizers, an inner one say, whose steps have a budget for the same parameters."""
-        met = {id(info.tensor) for info in program.infos}
-        mine = [*self.optimizers.values()]
-        return [
-            other
-            for other in self.backend.budgets
-            if mine and other not in mine and any(id(p) in met for _, p in state.parameter_names(other))
-        ]
-
-    def _budgets_beside(
-        self, others: Sequence[Optimizer], budgets: list[Budget], program: graph.StepProgram
-    ) -> list[Budget]:
-        """Return the budgets with the formats of other optimizers' steps, if there are others.
-
-        Their bytes include state that this step does not touch, of the same parameters or of no single one.
+        Others, an inner one say, have a budget for the same parameters. Bytes include state that this step
+        does not touch, of the same parameters or of no single one.
         """
-        optimizers, met = [*self.optimizers.values(), *others], {id(info.tensor) for info in program.infos}
+        optimizers, met = [*self.optimizers.values()], {id(info.tensor) for info in program.infos}
+        known = [each for each in self.backend.budgets if optimizers and each not in optimizers]
+        others = [each for each in known if any(id(p) in met for _, p in state.parameter_names(each))]
+        optimizers += others
         named = (each for optimizer in optimizers for each in state.parameter_names(optimizer))
         stepped = {id(p): p for _, p in named if id(p) in met}.values()
         states = (each for optimizer in optimizers for each in state.states_of(optimizer, stepped))
@@ -786,10 +764,10 @@ class Compilation:
         if others:
             used = set[str]().union(*(self.backend.budgets[other][0].formats for other in others))
             budgets = [each for each in budgets if used.issuperset(each.formats)] or budgets
-        if not (held and stepped):
-            return budgets
-        of_element = held / sum(local_tensor(p).numel() for p in stepped)
-        return [replace(each, bytes=each.bytes + of_element) for each in budgets]
+        if held and stepped:
+            of_element = held / sum(local_tensor(p).numel() for p in stepped)
+            budgets = [replace(each, bytes=each.bytes + of_element) for each in budgets]
+        return budgets, self.backend.label(others)
 
     def _budgets_for_part(self, program: graph.StepProgram) -> tuple[Budget, ...]:
         """Return the budget for a part of a recorded step, as in captured steps before it, then all budgets.
