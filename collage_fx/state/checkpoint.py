@@ -244,9 +244,8 @@ def note_compiled(optimizer: Optimizer) -> None:
             continue  # it needs no error terms, or its whole value has been loaded since
         if wider is not None:
             with real_tensors():
-                error_terms.fill(
-                    record, tensor, (_as_loaded(tensor, wider) - local_tensor(tensor.detach())).float()
-                )
+                rest = _as_loaded(tensor, wider) - local_tensor(tensor.detach())
+                error_terms.fill(record, tensor, rest.float())
         elif record.format.keeps_error:
             missing.append(name)
     _warn_of_missing(type(optimizer), missing)
@@ -817,9 +816,8 @@ def _refuse_mismatches(
             if tensor is None:
                 if may_rename:
                     continue
-                raise _mismatch(
-                    "the checkpoint has error terms of a state tensor that it does not hold", where
-                )
+                fault = "the checkpoint has error terms of a state tensor that it does not hold"
+                raise _mismatch(fault, where)
             dtype, _ = kept.get((key, slot), (owners.get((key, PARAMETER_SLOT), tensor).dtype, None))
             if _is_of_float32(auxiliaries):
                 dtype = tensor.dtype  # codes are those of the saved tensor, which torch may cast
@@ -847,15 +845,10 @@ def _refuse_damaged(optimizer: Optimizer, plain: StateDict, saved: Saved) -> Non
 
 def _of_another_shape(saved: Tensor, owner: Tensor, spec: AuxiliarySpec) -> str:
     """Return the fault that a saved auxiliary is not of the shape that ``owner`` needs."""
-    shape = tuple(owner.shape)
-    if spec.saved_shape[: len(shape)] == shape and saved.dim() == len(spec.saved_shape):
-        return (
-            f"the checkpoint is of a tensor of shape {tuple(saved.shape[: len(shape)])}; this one is {shape}"
-        )
-    return (
-        f"an error term of shape {tuple(saved.shape)} where a tensor of shape {shape} has one of "
-        f"{tuple(spec.saved_shape)}"
-    )
+    shape, expected, found = tuple(owner.shape), tuple(spec.saved_shape), tuple(saved.shape)
+    if expected[: len(shape)] == shape and len(found) == len(expected):
+        return f"the checkpoint is of a tensor of shape {found[: len(shape)]}; this one is {shape}"
+    return f"an error term of shape {found} where a tensor of shape {shape} has one of {expected}"
 
 
 def _refuse_mismatch(saved: Auxiliaries, owner: Tensor, dtype: torch.dtype, where: str) -> None:
@@ -1222,10 +1215,8 @@ def _warn_of_checkpoint(kind: type[Optimizer], holds: str) -> None:
 def _keyed_parameters(optimizer: Optimizer, state_dict: StateDict) -> Iterator[tuple[Any, str, Tensor]]:
     """Yield ``(key in the state dict, name, parameter)`` for every parameter that both sides have."""
     # Not strict: torch checks the lengths, with its own message.
-    for key, (name, parameter) in zip(
-        _keys_in(state_dict), optimizers.parameter_names(optimizer), strict=False
-    ):
-        yield key, name, parameter
+    pairs = zip(_keys_in(state_dict), optimizers.parameter_names(optimizer), strict=False)
+    return ((key, name, parameter) for key, (name, parameter) in pairs)
 
 
 def _held(

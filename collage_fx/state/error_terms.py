@@ -42,7 +42,7 @@ from collage_fx import errors, numerics
 from collage_fx.codegen import are_halves, decode_blocks, has_fast_passes, join_halves
 from collage_fx.errors import CheckpointMismatchError, ConflictingErrorFormatError, UnsupportedTensorError
 from collage_fx.graph import is_dense
-from collage_fx.numerics import AuxiliarySpec, Blocks, ErrorFormat, Exact
+from collage_fx.numerics import Blocks, ErrorFormat, Exact
 from collage_fx.state.fingerprints import bits_of
 from collage_fx.state.host_twins import host_twin, update_twin, uploading
 from collage_fx.state.packed import is_packed, move_packed, pack, unpack
@@ -447,7 +447,9 @@ def ensure_record(
             if buffers is None:
                 mine = tuple(spec.zeros(piece.device) for spec in specs)
             else:
-                mine = _fitted(specs, buffers, piece.device)
+                mine = tuple(
+                    spec.fitted(each, piece.device) for spec, each in zip(specs, buffers, strict=True)
+                )
             # Filled on the device: a number that is uploaded is waited for.
             start = torch.full((), start_of_shard(tensor), dtype=torch.int64, device=piece.device)
             start = start.to(torch.int32)  # modulo 2**32
@@ -456,13 +458,6 @@ def ensure_record(
         _BY_OBJECT[tensor] = made
         record_memory(piece, made)
         return made
-
-
-def _fitted(
-    specs: Sequence[AuxiliarySpec], tensors: Sequence[Tensor], device: torch.device
-) -> tuple[Tensor, ...]:
-    """Return buffers of given contents: the same tensors, where they can be used."""
-    return tuple(spec.fitted(each, device) for spec, each in zip(specs, tensors, strict=True))
 
 
 def memory_of_records() -> set[int]:
@@ -496,10 +491,9 @@ def packed_tensor(
             remedy="load the file with the version of collage_fx that wrote it; else it is damaged",
         )
     assert error_format is not None
-    specs, device = error_format.auxiliaries(hi), saved[0].device
+    device, pairs = saved[0].device, zip(error_format.auxiliaries(hi), saved, strict=True)
     with real_tensors(), torch.no_grad():
-        loaded = [spec.loaded(each) for spec, each in zip(specs, saved, strict=True)]
-        auxiliaries = _fitted(specs, loaded, device)
+        auxiliaries = tuple(spec.fitted(spec.loaded(each), device) for spec, each in pairs)
         tensor = torch.empty((), dtype=dtype, device=device).expand(shape)
         if requires_grad is not None:
             tensor = torch.nn.Parameter(tensor, requires_grad)
@@ -715,9 +709,8 @@ def _terms_in_memory_of(tensor: Tensor) -> tuple[Tensor, ...]:
         if dtype != piece.dtype or count <= 0 or not is_of_memory or not record.format.keeps_error:
             continue
         buffers = [each for each in record.auxiliaries if each.dim()]
-        if any((each.size(), each.stride()) != (size, stride) for each in buffers) or not is_dense(
-            buffers[0]
-        ):
+        is_alike = all((each.size(), each.stride()) == (size, stride) for each in buffers)
+        if not (is_alike and is_dense(buffers[0])):
             continue
         record.settle()
         found = piece.new_zeros((length,), dtype=torch.float32) if found is None else found
@@ -740,14 +733,8 @@ def full_value(tensor: Tensor, dtype: torch.dtype = torch.float64) -> Tensor:
     2**-44 of hi).
     """
     record = record_of(tensor) if host_twin(tensor) is tensor else None
-    if record is not None and is_packed(tensor):
-        record.settle()
-        value = torch.empty_like(record.auxiliaries[0], dtype=dtype)
-        whole = value, *record.auxiliaries
-        for part, *rows in _rows_of(*whole) if record.format.by_rows else [whole]:
-            part.copy_(record.format.join(part, *rows))
-        return distributed_like(tensor, value)
-    if record is None or not (record.is_current and _is_joined(record, dtype)):
+    packed = is_packed(tensor)
+    if record is None or not (packed or (record.is_current and _is_joined(record, dtype))):
         value = local_tensor(tensor.detach()).to(dtype, copy=True)
         for term in map(local_tensor, error_terms(tensor)):
             # In chunks: an operand of another dtype is converted as a whole.
@@ -755,13 +742,16 @@ def full_value(tensor: Tensor, dtype: torch.dtype = torch.float64) -> Tensor:
                 part.add_(of_term.to(dtype))
         return distributed_like(tensor, value)
     record.settle()
-    piece = local_tensor(tensor.detach())
-    _follow(record, piece)
+    piece = record.auxiliaries[0] if packed else local_tensor(tensor.detach())
     value = torch.empty_like(piece, dtype=dtype)
+    if not packed:
+        _follow(record, piece)
     if isinstance(record.format, Exact) and are_halves(piece, record.auxiliaries[0], value):
         join_halves(piece, record.auxiliaries[0], value)
     else:
-        for part, *rows in _rows_of(value, piece, *record.auxiliaries):
+        whole = value, value if packed else piece, *record.auxiliaries  # codes alone hold a packed value
+        is_cut = record.format.by_rows or record.format.is_elementwise
+        for part, *rows in _rows_of(*whole) if is_cut else [whole]:
             part.copy_(record.format.join(*rows))
     return distributed_like(tensor, value)
 

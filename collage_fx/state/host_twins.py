@@ -48,9 +48,8 @@ def host_twin(tensor: Tensor) -> Tensor:
     """Return the tensor that has a tensor's error terms, up to date: its twin in host memory, or itself."""
     if not isinstance(tensor, Tensor):
         met = f"a tensor was expected, got {type(tensor).__name__}"
-        raise InvalidOptionError(
-            met, where="tensor", remedy="give a tensor, such as each of model.parameters()"
-        )
+        remedy = "give a tensor, such as each of model.parameters()"
+        raise InvalidOptionError(met, where="tensor", remedy=remedy)
     found = records.find(tensor, _Twin)
     if found is None:
         return tensor

@@ -154,10 +154,9 @@ def known_tensors(optimizers: Mapping[str, Optimizer]) -> dict[int, KnownTensor]
                 known[id(tensor)] = KnownTensor(prefix + name, name.rpartition(".")[2], role, tensor)
         for name, parameter in parameter_names(optimizer):
             known.setdefault(id(parameter), KnownTensor(prefix + name, "p", Role.PARAMETER, parameter))
-            if parameter.grad is not None:
-                known[id(parameter.grad)] = KnownTensor(
-                    f"{prefix}{name}.grad", "g", Role.GRADIENT, parameter.grad
-                )
+            if (gradient := parameter.grad) is not None:
+                where = f"{prefix}{name}.grad"
+                known[id(gradient)] = KnownTensor(where, "g", Role.GRADIENT, gradient)
             for slot, tensor in state_tensors(optimizer.state.get(parameter, {})):
                 symbol = slot.rpartition(".")[2]
                 if id(tensor) not in parameters:

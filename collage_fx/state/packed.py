@@ -119,7 +119,8 @@ class PackedTensor(Tensor):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         if isinstance(self, torch.nn.Parameter):
-            return _plain_parameter(self).__reduce_ex__(protocol)
+            plain = torch.nn.Parameter(decoded(self), self.requires_grad)  # rounded to its dtype
+            return plain.__reduce_ex__(protocol)
         return super().__reduce_ex__(protocol)
 
 
@@ -134,7 +135,7 @@ def _called(func: Any, args: Any, kwargs: Any) -> Any:
         if func in _FACTS or _is_ours(func) or current_trace() is not None:
             return func(*args, **kwargs)
         if func in _LAYOUT:
-            return func(_laid_out(args[0]), *args[1:], **kwargs)
+            return func(laid_out(args[0]), *args[1:], **kwargs)
         if func in _ALIASES and isinstance(args[0], PackedTensor):
             alias = _make_packed(args[0].detach(), args[0].record)
             _is_still_packed(alias)
@@ -212,20 +213,10 @@ def decoded(tensor: Tensor) -> Tensor:
         return distributed_like(tensor, tensor.record.decode(local_tensor(tensor)))
 
 
-def _plain_parameter(tensor: Tensor) -> torch.nn.Parameter:
-    """Return a plain parameter with the value of a packed parameter, rounded to its dtype."""
-    return torch.nn.Parameter(decoded(tensor), tensor.requires_grad)
-
-
 def plain_class(tensor: Tensor) -> type[Tensor]:
     """Return the class of a tensor; for a packed tensor, the class that it has when unpacked."""
     classes: Iterable[Any] = type(tensor).__mro__
     return next(each for each in classes if not issubclass(each, PackedTensor))
-
-
-def stride_of(tensor: Tensor) -> tuple[int, ...]:
-    """Return the strides of a tensor; for a packed tensor, the strides that it has when unpacked."""
-    return _laid_out(tensor).stride()
 
 
 def original_of(tensor: Tensor) -> Tensor:
@@ -257,7 +248,7 @@ def _make_plain(tensor: Tensor, memory: Tensor) -> None:
     local_tensor(tensor).data = local_tensor(memory)
 
 
-def _laid_out(tensor: Tensor) -> Tensor:
+def laid_out(tensor: Tensor) -> Tensor:
     """Return a tensor with the layout of an unpacked tensor, maybe itself; a DTensor keeps its own layout."""
     if isinstance(tensor, PackedTensor) and local_tensor(tensor) is tensor:
         return tensor.record.layout()
@@ -329,9 +320,8 @@ def _call_decoded(func: Any, args: Any, kwargs: Any) -> Any:
         args, kwargs = pytree.tree_map(plain, (args, kwargs))
     else:  # as operations of models are called
         args = tuple(map(plain, args))
-    weights = {
-        storage_of(local_tensor(made)): tensor for tensor, made, _ in replaced.values() if made.requires_grad
-    }
+    trained = (each for each in replaced.values() if each[1].requires_grad)
+    weights = {storage_of(local_tensor(made)): tensor for tensor, made, _ in trained}
     with _decoding_again(weights) if weights else contextlib.nullcontext():
         result = func(*args, **kwargs)
     tensors = (local_tensor(each) for each in pytree.tree_leaves(result) if isinstance(each, Tensor))

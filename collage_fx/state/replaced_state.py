@@ -33,7 +33,7 @@ from collage_fx.state.claims import Claims, some
 from collage_fx.state.error_terms import hand_over, move_into, record_memory, record_of, settle_before_reading
 from collage_fx.state.fingerprints import fingerprint
 from collage_fx.state.optimizers import parameter_names
-from collage_fx.state.packed import is_packed, plain_class, stride_of
+from collage_fx.state.packed import is_packed, laid_out, plain_class
 from collage_fx.state.written import WriteDetector
 
 
@@ -112,9 +112,8 @@ def _detectors() -> Iterator[WriteDetector]:
 def _slots_of(optimizer: Optimizer) -> Iterator[_Slot]:
     for group in optimizer.param_groups:
         yield _Slot("", group, "params", group["params"])
-    positions = (
-        (group["params"], i) for group in optimizer.param_groups for i in range(len(group["params"]))
-    )
+    lists = (group["params"] for group in optimizer.param_groups)
+    positions = ((each, i) for each in lists for i in range(len(each)))
     for (container, i), (name, parameter) in zip(positions, parameter_names(optimizer), strict=True):
         yield _Slot(name, container, i, parameter)
         if parameter in optimizer.state:
@@ -330,5 +329,5 @@ def _in_the_same_object(replaced: Sequence[tuple[_Slot, _Slot, int]]) -> set[int
 def _full_layout(tensor: Tensor) -> tuple[Any, ...]:
     """Return class, dtype, sharding, sizes and strides of a tensor, as it is when unpacked."""
     piece = torch_compat.local_tensor(tensor)
-    shapes = tuple(tensor.shape), tuple(piece.shape), stride_of(piece)
+    shapes = tuple(tensor.shape), tuple(piece.shape), laid_out(piece).stride()
     return plain_class(tensor), tensor.dtype, tensor.requires_grad, torch_compat.sharding_of(tensor), shapes

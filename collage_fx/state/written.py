@@ -77,8 +77,8 @@ class WriteDetector:
     def note(self) -> None:
         self._leave_out_packed()
         self._elements = self._sampled()
-        is_possible = bool(self.tensors) and is_library_loaded()
-        if self._elements is None and is_possible and all(map(_is_in_host_memory, self.tensors)):
+        asked = self.tensors if self._elements is None and is_library_loaded() else []
+        if asked and all(is_in_host_memory(each) and each.is_contiguous() and each.numel() for each in asked):
             self._peek = Peek(self.tensors)
             self._strides = [each.stride() for each in self.tensors]
             self._elements = self._sampled()
@@ -249,7 +249,3 @@ def _versions_of(tensors: Sequence[Tensor]) -> list[int]:
     if {*map(type, tensors)} <= _PLAIN:
         return [*map(version_of, tensors)]
     return [_PACKED if isinstance(each, PackedTensor) else version_of(each) for each in tensors]
-
-
-def _is_in_host_memory(tensor: Tensor) -> bool:
-    return is_in_host_memory(tensor) and tensor.is_contiguous() and bool(tensor.numel())
