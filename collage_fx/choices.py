@@ -234,9 +234,8 @@ def takes_options(taking: Taking) -> Taking:
     if taking.__doc__ and PLACE in taking.__doc__:
         texts = (f"{each.name}: {' '.join(each.metadata['text'].split())}" for each in fields(OptionFields))
         indent = taking.__doc__.partition(PLACE)[0].rpartition("\n")[2]
-        wrapped = (
-            textwrap.fill(x, 110, initial_indent=indent, subsequent_indent=f"{indent}    ") for x in texts
-        )
+        behind = f"{indent}    "
+        wrapped = (textwrap.fill(x, 110, initial_indent=indent, subsequent_indent=behind) for x in texts)
         taking.__doc__ = taking.__doc__.replace(PLACE, "\n".join(wrapped).strip())
     return taking
 

@@ -50,9 +50,8 @@ class CollageError(Refused, RuntimeError):
         super().__init__(self._text_with(where))
 
     def _text_with(self, where: str) -> str:
-        return (
-            f"{self.met}\n  where: {where}\n  what to do: {self.remedy}\n  more: collage-fx error {self.code}"
-        )
+        what = f"{self.met}\n  where: {where}\n  what to do: {self.remedy}"
+        return f"{what}\n  more: collage-fx error {self.code}"
 
     def raise_or_warn(self, about: object, *, strict: bool) -> None:
         """Raise this error if ``strict``; otherwise warn of it, once in the lifetime of ``about``.
@@ -315,9 +314,8 @@ class GraphInvariantError(CollageError):
     code = "CFX014"
 
     def __init__(self, met: str, *, where: str) -> None:
-        super().__init__(
-            met, where=where, remedy="this is a bug in collage_fx; please report it with the graph"
-        )
+        remedy = "this is a bug in collage_fx; please report it with the graph"
+        super().__init__(met, where=where, remedy=remedy)
 
 
 class FailedPassError(CollageError):

@@ -372,9 +372,8 @@ def _decay(factor: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
     """Split a factor into ``kept + (hi + lo)``: kept = 1 if the factor is near 1, otherwise 0."""
     increment = factor - 1
     near = increment.abs() <= factor.abs() / 2
-    return near.to(dtype), *arithmetic.split(
-        torch.where(near, increment, factor).to(torch.float32), dtype, dtype
-    )
+    scaled = torch.where(near, increment, factor).to(torch.float32)
+    return near.to(dtype), *arithmetic.split(scaled, dtype, dtype)
 
 
 def _both_times(hi: Tensor, lo: Tensor, number: Tensor) -> DoubleWord:

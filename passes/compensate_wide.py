@@ -104,11 +104,8 @@ def _store_expansion(editor: GraphEditor, state: StateTensor, own_term: Collecti
         if is_rounded and state.compensated and state.depends_on_old_value:
             what = f"{source.name} ({graph.operator_of(source)})"
             state.refusal = f"{what} returns its result rounded to {state.format.name}"
-        exact = editor.convert(value, torch.float32)
-        before = (state.placeholder, *state.added_inputs)
-        hi, *auxiliaries = state.rounded or editor.inline(
-            fmt.store, exact, *before, elementwise=fmt.is_elementwise
-        )
+        given = (editor.convert(value, torch.float32), state.placeholder, *state.added_inputs)
+        hi, *auxiliaries = state.rounded or editor.inline(fmt.store, *given, elementwise=fmt.is_elementwise)
         if state.keeps_small_updates or state.counts_steps:
             auxiliaries[-1] = editor.call(aten.add.Tensor, auxiliaries[-1], 1)
         if readers:

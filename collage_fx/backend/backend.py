@@ -59,9 +59,8 @@ class CollageBackend(Backend):
 
         It includes the measurements, for which this waits for the device.
         """
-        return CollageReport(
-            list(self.reports), self.meter.metrics(), not_compiled_yet(self), self.other_state()
-        )
+        waiting, other_state = not_compiled_yet(self), self.other_state()
+        return CollageReport([*self.reports], self.meter.metrics(), waiting, other_state)
 
     def metrics(self, model: torch.nn.Module | None = None) -> Metrics:
         """Return the measurements so far: step -> tensor -> values, and their aggregates.

@@ -108,10 +108,8 @@ class Classify:
     ) -> None:
         self._kept = words, columns, members, kinds
         rows, at = len(members), (table.buffer_info()[0] for table in (members, kinds))
-        given = columns.buffer_info()[0], alignment, words.data_ptr(), *at
-        self._classify = functools.partial(
-            load_library().classify, rows, len(words) // rows, len(columns), *given
-        )
+        given = len(columns), columns.buffer_info()[0], alignment, words.data_ptr(), *at
+        self._classify = functools.partial(load_library().classify, rows, len(words) // rows, *given)
 
     def __call__(self, present: array[int] | None) -> bool:
         """Write the kinds of members whose byte is not 0 (None = of all); return whether any has changed."""

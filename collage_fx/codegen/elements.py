@@ -132,9 +132,8 @@ class Elements:
     def __init__(self, graph: Graph, width: int, *, writes_roundings: bool = True) -> None:
         self.graph, self.width = graph, width
         _Rewriter(graph, writes_roundings=writes_roundings).run()
-        self.inputs = [
-            node for node in graph.find_nodes(op="placeholder") if isinstance(node.meta["val"], Tensor)
-        ]
+        inputs = graph.find_nodes(op="placeholder")
+        self.inputs = [node for node in inputs if isinstance(node.meta["val"], Tensor)]
         copies: list[Any] = list(graph.find_nodes(op="call_function", target=aten.copy_.default))
         stores = [Store(*copy.args) for copy in copies]
         self.totals = [store for store in stores if width and store.value.target in TOTALS]

@@ -54,9 +54,8 @@ def function_of(
     trace, is_cpp = trace_of(function, dtypes, constants), language is spellings.CPP
     parameters = list(inspect.signature(function).parameters)[: len(dtypes)]
     (result,) = trace.graph.output_node().all_input_nodes
-    is_cut = not (
-        is_cpp and spellings.is_small_integer(result.meta["val"].dtype) and result.target is CONVERT
-    )
+    is_small = spellings.is_small_integer(result.meta["val"].dtype)
+    is_cut = not (is_cpp and is_small and result.target is CONVERT)
     if not is_cut:
         (result,) = result.all_input_nodes
     texts = dict(zip(trace.graph.find_nodes(op="placeholder"), parameters, strict=True))

@@ -100,9 +100,8 @@ class Statements:
             text = f"{cut}({name}({operands}))" if cut else f"{name}({operands})"
             if elements.width and any(each.target is place for each in node.all_input_nodes):
                 zeros = ", ".join(["j", *("0" for _ in node.args[1:])])
-                elements.functions["steps"] = STEPS.format(
-                    function=name, arguments=zeros, length=elements.chunk
-                )
+                steps = STEPS.format(function=name, arguments=zeros, length=elements.chunk)
+                elements.functions["steps"] = steps
                 return f"(steps.of[j] + {text})"
             return text
         if is_rounding(node):

@@ -142,9 +142,8 @@ class _Printer:
                 "num_warps": threads // warp,
                 "num_stages": 1,
             }
-            decorated = text.format(
-                name=name, decorator=torch_compat.triton_decorator(config, name, self.device)
-            )
+            decorator = torch_compat.triton_decorator(config, name, self.device)
+            decorated = text.format(name=name, decorator=decorator)
             sources[aligned] = f"{torch_compat.TRITON_HEAD}\n\n{decorated}"
         adding = _adding(self.device) if self.sums else None
         return TableKernel(name, held, size * tiles, sources, tuple(self.accesses), adding, threads, tiles)

@@ -210,16 +210,14 @@ class _Cut:
         """Return the space of a printable value of a matrix that is made of values of rows or columns."""
         value = node.meta["val"]
         columns = common_columns((each.meta["val"].shape for each in smaller), value.shape)
-        elements = [
-            each for each in node.all_input_nodes if each not in smaller and not graph.is_number(each)
-        ]
+        others = [each for each in node.all_input_nodes if each not in smaller and not graph.is_number(each)]
         space = _layout(node)
         if (
             columns is None
             or not value.is_contiguous()
             or not all(each.meta["val"].is_contiguous() for each in smaller)
             or not self._written.isdisjoint(smaller)
-            or any(self._space[each] not in (space, ANY) for each in elements)
+            or any(self._space[each] not in (space, ANY) for each in others)
         ):
             return None
         agrees = not columns or self._columns.setdefault(space, columns) == columns

@@ -306,9 +306,8 @@ class _Writer:
         return columns or self.shape.numel()
 
     def _is_independent(self) -> bool:
-        if any(graph.tensor_value(node) is None for node in self.inputs) or any(
-            map(graph.may_raise, self.nodes)
-        ):
+        are_tensors = all(graph.tensor_value(node) is not None for node in self.inputs)
+        if not are_tensors or any(map(graph.may_raise, self.nodes)):
             return False
         if self.flat:
             return not any(graph.is_number(node) and node not in self.totals for node in self.written)

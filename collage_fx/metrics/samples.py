@@ -141,9 +141,7 @@ def observers(program: graph.StepProgram, reference: graph.StepProgram) -> list[
     for states in by_family.values():
         held = {state.position: [*whole.held(state)] for state in states}
         after = [(node, state) for state in states for node in held[state.position]]
-        before = [
-            (node, state) for state in states for node in (*held[state.position], whole.intended(state))
-        ]
+        before = [(n, state) for state in states for n in (*held[state.position], whole.intended(state))]
         found.append(Observer(program, states, whole.sampled(before), whole.sampled(after)))
     return found
 
@@ -157,12 +155,10 @@ class _Whole:
         self._inputs = graph.placeholders(self._editor.graph)
         self._stores = graph.copies_to_inputs(self._editor.graph)
         self._sources: dict[Node, Source] = {node: (i, None) for i, node in enumerate(self._inputs)}
-        self._terms = {
-            each.position: self._added(each.position, each.auxiliaries) for each in program.expansions
-        }
+        self._terms: dict[int, list[Node]] = {}
         for each in program.expansions:
-            hi, terms = self._inputs[each.position], self._terms[each.position]
-            graph.read_whole(self._editor, hi, terms, each.error_format)
+            terms = self._terms[each.position] = self._added(each.position, each.auxiliaries)
+            graph.read_whole(self._editor, self._inputs[each.position], terms, each.error_format)
 
     def _added(self, position: int, auxiliaries: Sequence[Node]) -> list[Node]:
         """Add inputs for the error terms of an input."""

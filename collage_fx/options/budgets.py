@@ -65,11 +65,9 @@ class Budget:
     def applied_to(self, program: StepProgram) -> StepProgram:
         """Return the program with these options."""
         packed = None if self.state is None else PACKED_FORMATS[self.state]
-        error_format = ERROR_FORMATS[self.error_format]
+        fmt = ERROR_FORMATS[self.error_format]
         weights = None if self.weights is None else WEIGHT_FORMATS[self.weights]
-        return replace(
-            program, strategy=self.strategy, error_format=error_format, packed=packed, weights=weights
-        )
+        return replace(program, strategy=self.strategy, error_format=fmt, packed=packed, weights=weights)
 
     def rank(self) -> int:
         """Index in :data:`BUDGETS`: the smaller, the more precise."""
@@ -144,10 +142,8 @@ def best_budget(budgets: Sequence[Budget], limit: float, others: str = "") -> Bu
     if not within:
         least = budgets[0]
         equal = (budget.not_packed for budget in budgets if budget.bytes == least.bytes)
-        why = next(filter(None, equal), "")
-        remedy = (
-            f"give it {least.bytes:.3g}{why and f' ({why})'}; strategy='none' takes what the optimizer makes"
-        )
+        why = next((f" ({each})" for each in equal if each), "")
+        remedy = f"give it {least.bytes:.3g}{why}; strategy='none' takes what the optimizer makes"
         raise InvalidOptionError(
             f"bytes_per_parameter={limit:g}, where this step takes {least.bytes:.3g} at least"
             + (f", with what {others} holds for the same parameters" if others else ""),

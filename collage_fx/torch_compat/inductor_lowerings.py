@@ -18,9 +18,8 @@ aten = torch.ops.aten
 
 def _pointwise(like: Any, dtype: torch.dtype, element: Callable[..., Any]) -> Any:
     """Make a tensor of the size and device of ``like``, computed element by element: ``element(index)``."""
-    return ir.Pointwise.create(
-        device=like.get_device(), dtype=dtype, inner_fn=element, ranges=list(like.get_size())
-    )
+    device, ranges = like.get_device(), list(like.get_size())
+    return ir.Pointwise.create(device=device, dtype=dtype, inner_fn=element, ranges=ranges)
 
 
 def register_pointwise_lowering(

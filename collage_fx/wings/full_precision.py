@@ -209,10 +209,13 @@ class _Twin(nn.Module):
                 output = self.compute(*args, **kwargs)
         else:
             output = self.compute(*args, **kwargs)
-        narrowed = functools.partial(_narrowed, dtype=dtype)
-        return (
-            narrowed(output) if isinstance(output, Tensor) else torch_compat.pytree.tree_map(narrowed, output)
-        )
+
+        def narrowed(x: Any) -> Any:
+            return x.to(dtype) if isinstance(x, Tensor) and x.dtype is torch.float32 else x
+
+        if isinstance(output, Tensor):
+            return narrowed(output)
+        return torch_compat.pytree.tree_map(narrowed, output)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _Twin:
         return _twin_of(copy.deepcopy(self.original, memo), *self.facts)
@@ -228,11 +231,6 @@ def _is_float(x: Any) -> bool:
 def _widened(x: Any) -> Any:
     """Convert a low-precision tensor to float32; return anything else unchanged."""
     return x.to(torch.float32) if isinstance(x, Tensor) and is_low_precision(x.dtype) else x
-
-
-def _narrowed(x: Any, dtype: torch.dtype) -> Any:
-    """Convert a float32 tensor to a dtype; return anything else unchanged."""
-    return x.to(dtype) if isinstance(x, Tensor) and x.dtype is torch.float32 else x
 
 
 def _twin_of(module: nn.Module, *facts: Any) -> _Twin:

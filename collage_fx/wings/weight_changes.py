@@ -164,12 +164,8 @@ class WeightChanges(Sequence[WeightPatch]):
             group: process group; None = all processes.
         """
         found: list[Any] = [None] * torch.distributed.get_world_size(group)
-        own = [
-            patch._replace(
-                values=patch.values.cpu(), indices=None if patch.indices is None else patch.indices.cpu()
-            )
-            for patch in self
-        ]
+        own = [patch._replace(values=patch.values.cpu()) for patch in self]
+        own = [each if each.indices is None else each._replace(indices=each.indices.cpu()) for each in own]
         torch.distributed.all_gather_object(found, (own, self.elements), group=group)
         by_name = defaultdict[str, list[WeightPatch]](list)
         for patch in (patch for patches, _ in found for patch in patches):
