@@ -111,11 +111,9 @@ def install(
 def _refuse_options(backend: CollageBackend | None, options: Mapping[str, Any]) -> None:
     """Raise for options that do not exist, or that are given beside a backend."""
     if backend is not None and options:
-        raise errors.InvalidOptionError(
-            "install() was given a backend, and options of a backend",
-            where=next(iter(options)),
-            remedy="give the options to the backend: install(optimizer, backend=CollageBackend(...))",
-        )
+        met = "install() was given a backend, and options of a backend"
+        remedy = "give the options to the backend: install(optimizer, backend=CollageBackend(...))"
+        raise errors.InvalidOptionError(met, where=next(iter(options)), remedy=remedy)
     refuse_unknown(options, install)
 
 
@@ -220,11 +218,9 @@ def backend_of(optimizer: Any) -> CollageBackend:
     for each in inner_optimizers(optimizer):
         if isinstance(step := torch_compat.own_step(each), CompiledStep):
             return step.backend
-    raise errors.UnsupportedOptimizerError(
-        f"this {type(optimizer).__name__} is not installed",
-        where="backend_of",
-        remedy="call collage_fx.install(optimizer) before",
-    )
+    met = f"this {type(optimizer).__name__} is not installed"
+    remedy = "call collage_fx.install(optimizer) before"
+    raise errors.UnsupportedOptimizerError(met, where="backend_of", remedy=remedy)
 
 
 class CompiledStep:
@@ -423,11 +419,9 @@ state.carry_along("backend", _backend_of_copies, lambda copy, backend: install(c
 
 def _install_class(cls: Any, backend: CollageBackend | None, options: GivenOptions) -> Any:
     if not issubclass(cls, Optimizer) or cls.__module__.startswith("torch."):
-        raise errors.UnsupportedOptimizerError(
-            f"{cls.__qualname__} is not an optimizer class of your own, of which every use may be changed",
-            where="install",
-            remedy="install the optimizers that are made of it, or a class that derives from it",
-        )
+        met = f"{cls.__qualname__} is not an optimizer class of your own, of which every use may be changed"
+        remedy = "install the optimizers that are made of it, or a class that derives from it"
+        raise errors.UnsupportedOptimizerError(met, where="install", remedy=remedy)
     _uninstall_class(cls)
     original = cls.__init__
 

@@ -76,11 +76,9 @@ class CollageBackend(Backend):
             CollageError: nothing is measured, because ``metrics=False``.
         """
         if not self.options.metrics:
-            raise InvalidOptionError(
-                "nothing is measured: metrics=False is the default",
-                where="metrics",
-                remedy="give metrics=True to install or CollageBackend, before the first step",
-            )
+            met = "nothing is measured: metrics=False is the default"
+            remedy = "give metrics=True to install or CollageBackend, before the first step"
+            raise InvalidOptionError(met, where="metrics", remedy=remedy)
         return self.meter.metrics(model)
 
     def scalars(self) -> dict[str, float]:
@@ -137,11 +135,9 @@ class CollageBackend(Backend):
             CollageError: the step cannot be compensated. Nothing has been executed then.
         """
         if options:
-            raise InvalidOptionError(
-                "torch.compile(options=...) goes with backend='collage', found by name",
-                where="options",
-                remedy="give them to the backend: torch.compile(..., backend=CollageBackend(strategy=...))",
-            )
+            met = "torch.compile(options=...) goes with backend='collage', found by name"
+            remedy = "give them to the backend: torch.compile(..., backend=CollageBackend(strategy=...))"
+            raise InvalidOptionError(met, where="options", remedy=remedy)
         mode = mode or self.options.mode
         refuse_unless("mode", mode, (None, *names_of("mode")))
         patches = mode_options(mode) if mode is not None and mode != "default" else {}

@@ -49,11 +49,9 @@ class InstallingCallback:
         """
         self.backend = join(optimizer, self._given, self.backend)
         if self.in_backward and max_norm and clips_values:
-            raise InvalidOptionError(
-                "gradients that are clipped by value are gone before the trainer clips them",
-                where="Trainer(gradient_clip_algorithm=...)",
-                remedy='use gradient_clip_algorithm="norm", or leave in_backward out',
-            )
+            met = "gradients that are clipped by value are gone before the trainer clips them"
+            remedy = 'use gradient_clip_algorithm="norm", or leave in_backward out'
+            raise InvalidOptionError(met, where="Trainer(gradient_clip_algorithm=...)", remedy=remedy)
         if self.in_backward:
             step_in_backward(model, optimizer, accumulate=accumulate, max_norm=max_norm or None)
 
@@ -89,11 +87,9 @@ def prepare(
         found = prepared if isinstance(prepared, tuple) else (prepared,)
         models = [each for each in found if isinstance(each, torch.nn.Module)]
         if len(models) != 1:
-            raise InvalidOptionError(
-                f"in_backward=True with {len(models)} models",
-                where="prepare",
-                remedy="call collage_fx.step_in_backward(model, optimizer) for each model yourself",
-            )
+            met = f"in_backward=True with {len(models)} models"
+            remedy = "call collage_fx.step_in_backward(model, optimizer) for each model yourself"
+            raise InvalidOptionError(met, where="prepare", remedy=remedy)
         for each in found:
             if isinstance(each, Optimizer):
                 step_in_backward(

@@ -52,11 +52,9 @@ def inductors_faults() -> Iterator[None]:
         fault = InductorFault(error)
         if not fault.ours:
             raise fault from error
-        raise FailedLoweringError(
-            f"code of collage_fx that Inductor calls failed: {fault}",
-            where=fault.ours,
-            remedy="this is a bug in collage_fx; please report it with the traceback",
-        ) from error
+        met = f"code of collage_fx that Inductor calls failed: {fault}"
+        remedy = "this is a bug in collage_fx; please report it with the traceback"
+        raise FailedLoweringError(met, where=fault.ours, remedy=remedy) from error
 
 
 def compile_somehow(gm: GraphModule, inputs: Sequence[Any], **options: Any) -> Attempt:

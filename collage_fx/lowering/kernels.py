@@ -146,11 +146,9 @@ def _loaded(rule: Rule, source: str, inputs: Sequence[Any]) -> Kernel | Reason:
             library = torch_compat.load_cpp_library(source, codegen.FLAGS)
     except InductorFault as fault:
         if fault.is_by_compiler and fault_of_library() is None:
-            raise FailedLoweringError(
-                f"the C++ that collage_fx has printed is not compiled: {fault}",
-                where=rule.operations,
-                remedy="this is a bug in collage_fx; please report it with the traceback",
-            ) from fault.__cause__
+            met = f"the C++ that collage_fx has printed is not compiled: {fault}"
+            remedy = "this is a bug in collage_fx; please report it with the traceback"
+            raise FailedLoweringError(met, where=rule.operations, remedy=remedy) from fault.__cause__
         return Reason(f"printed C++ is not compiled: {fault}")
     torch_compat.note_generated_code([source])
     address = ctypes.cast(library.kernel, ctypes.c_void_p).value

@@ -51,11 +51,9 @@ def of(optimizer: str | type[Optimizer]) -> type[Optimizer]:
     """
     cls = _named(optimizer) if isinstance(optimizer, str) else optimizer
     if not (isinstance(cls, type) and issubclass(cls, Optimizer)):
-        raise UnsupportedOptimizerError(
-            f"{optimizer!r} is not a class of optimizers",
-            where="collage_fx.optim.of",
-            remedy="give a subclass of torch.optim.Optimizer, or its path: 'pytorch_optimizer.Prodigy'",
-        )
+        met = f"{optimizer!r} is not a class of optimizers"
+        remedy = "give a subclass of torch.optim.Optimizer, or its path: 'pytorch_optimizer.Prodigy'"
+        raise UnsupportedOptimizerError(met, where="collage_fx.optim.of", remedy=remedy)
     return cls if ORIGINAL in vars(cls) else _subclass(cls)
 
 
@@ -97,11 +95,9 @@ def _named(path: str) -> Any:
     try:
         return getattr(importlib.import_module(module), name)
     except (ImportError, AttributeError, ValueError) as error:
-        raise UnsupportedOptimizerError(
-            f"there is no {path!r}: {error}",
-            where="collage_fx.optim.of",
-            remedy="give the path of a class that can be imported, as 'pytorch_optimizer.Prodigy'",
-        ) from error
+        met = f"there is no {path!r}: {error}"
+        remedy = "give the path of a class that can be imported, as 'pytorch_optimizer.Prodigy'"
+        raise UnsupportedOptimizerError(met, where="collage_fx.optim.of", remedy=remedy) from error
 
 
 def _in_module(module: str, name: str) -> type[Optimizer]:

@@ -106,11 +106,9 @@ class Options(choices.OptionFields):
                 remedy=f"use error_format={formats}, or arithmetic='wide'",
             )
         if self.arithmetic == "native" and self.rounding != "nearest":
-            raise InvalidOptionError(
-                "arithmetic='native' rounds every operation to nearest, and what is stored has been rounded",
-                where="rounding",
-                remedy="use rounding='nearest', or arithmetic='wide'",
-            )
+            met = "arithmetic='native' rounds every operation to nearest, and what is stored has been rounded"
+            remedy = "use rounding='nearest', or arithmetic='wide'"
+            raise InvalidOptionError(met, where="rounding", remedy=remedy)
         for name in choices.PACKING:
             value = getattr(self, name)
             if value is not None and (self.arithmetic == "native" or self.strategy == "none"):
@@ -124,11 +122,8 @@ class Options(choices.OptionFields):
         self._check_budget()
         refuse_incomplete(self.passes)
         if self.strategy == "none" and self.passes != PIPELINE:
-            raise InvalidOptionError(
-                "strategy='none' lowers the graph as captured: no pass of yours would rewrite it",
-                where="passes",
-                remedy="use another strategy",
-            )
+            met = "strategy='none' lowers the graph as captured: no pass of yours would rewrite it"
+            raise InvalidOptionError(met, where="passes", remedy="use another strategy")
 
     def _check_value(self, option: Field[Any]) -> None:
         """Raise unless an option has one of its values with names, or a value of its type."""
@@ -140,11 +135,8 @@ class Options(choices.OptionFields):
             optional = (None,) if getattr(Options, name) is None else ()
             refuse_unless(name, value, (*optional, *allowed), otherwise)
         elif kind == int | None and value is not None and (type(value) is not int or value < 1):
-            raise InvalidOptionError(
-                f"{name}={value!r} is not allowed",
-                where=name,
-                remedy=f"use a whole number of 1 or more: {option.metadata['summary']}",
-            )
+            remedy = f"use a whole number of 1 or more: {option.metadata['summary']}"
+            raise InvalidOptionError(f"{name}={value!r} is not allowed", where=name, remedy=remedy)
 
     def _check_budget(self) -> None:
         budget = self.bytes_per_parameter
@@ -191,8 +183,6 @@ def refuse_unless(name: str, value: object, allowed: Sequence[object], otherwise
     """Raise ``InvalidOptionError``, with another remedy, unless a value is allowed; True is not 1 here."""
     if not any(value is choice or (isinstance(value, str) and value == choice) for choice in allowed):
         hint = choices.did_you_mean(str(value), [each for each in allowed if isinstance(each, str)])
-        raise InvalidOptionError(
-            f"{name}={value!r} is not allowed" + (f"; {hint}" if hint.startswith("did") else ""),
-            where=name,
-            remedy=", ".join(filter(None, (f"use one of {', '.join(map(repr, allowed))}", otherwise))),
-        )
+        met = f"{name}={value!r} is not allowed" + (f"; {hint}" if hint.startswith("did") else "")
+        remedy = ", ".join(filter(None, (f"use one of {', '.join(map(repr, allowed))}", otherwise)))
+        raise InvalidOptionError(met, where=name, remedy=remedy)

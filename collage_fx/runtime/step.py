@@ -214,11 +214,9 @@ class Binding:
         if (record := self.record()) is None:
             tensor: Tensor | None = arguments[self.index] if self.bound is None else self.bound()
             if tensor is None:
-                raise LostErrorTermsError(
-                    "the tensor that this compiled step updates is gone, and its error terms with it",
-                    where=self.name,
-                    remedy="compile the step of the optimizer in use: torch.compile(opt.step, backend=...)",
-                )
+                met = "the tensor that this compiled step updates is gone, and its error terms with it"
+                remedy = "compile the step of the optimizer in use: torch.compile(opt.step, backend=...)"
+                raise LostErrorTermsError(met, where=self.name, remedy=remedy)
             if self.reads and not holds_more(tensor):
                 self.is_owner = False
                 return self.error_format.zeros(local_tensor(tensor))

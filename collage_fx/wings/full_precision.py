@@ -340,11 +340,9 @@ def _alive(parameter: TensorWeakRef) -> Tensor:
 
 def _replaced(name: str) -> UnsupportedTensorError:
     """Return the error of a parameter that the module did not have when it was chosen."""
-    return UnsupportedTensorError(
-        "the module has another parameter now than when it was chosen",
-        where=name,
-        remedy="call full_precision_forward after fully_shard, and after to_empty",
-    )
+    met = "the module has another parameter now than when it was chosen"
+    remedy = "call full_precision_forward after fully_shard, and after to_empty"
+    return UnsupportedTensorError(met, where=name, remedy=remedy)
 
 
 #: Operator of :func:`_full_value`. CUDA graphs leave it out: it reads memory that is not among its arguments.
