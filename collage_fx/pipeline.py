@@ -82,12 +82,8 @@ def refuse_incomplete(passes: Sequence[Pass]) -> None:
     names = [each.name for each in passes]
     missing = [each.name for each in PIPELINE if each not in passes]
     double = [name for name in names if names.count(name) > 1]
-    misplaced = [
-        f"{each.name} before {relied_on}"
-        for index, each in enumerate(passes)
-        for relied_on in each.after
-        if relied_on not in names[:index]
-    ]
+    orders = ((i, each.name, earlier) for i, each in enumerate(passes) for earlier in each.after)
+    misplaced = [f"{name} before {earlier}" for i, name, earlier in orders if earlier not in names[:i]]
     for what, which in (("missing", missing), ("duplicated", double), ("misplaced", misplaced)):
         if which:
             raise InvalidOptionError(

@@ -102,12 +102,8 @@ class _Scaled:
         return replace(self, is_negative=not self.is_negative)
 
     def __mul__(self, other: _Scaled) -> _Scaled:
-        return _Scaled(
-            self.core or other.core,
-            self.numerators + other.numerators,
-            self.denominators + other.denominators,
-            self.is_negative != other.is_negative,
-        )
+        factors = self.numerators + other.numerators, self.denominators + other.denominators
+        return _Scaled(self.core or other.core, *factors, self.is_negative != other.is_negative)
 
     def inverse(self) -> _Scaled:
         assert self.core is None

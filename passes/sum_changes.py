@@ -62,11 +62,8 @@ class SumChanges(Pass):
 
     def run(self, program: StepProgram) -> str:
         editor = GraphEditor(program.gm, self.name)
-        dithered = {
-            state.placeholder: state
-            for state in program.expanded
-            if state.error_format.dithers_sums and program.rounding != "nearest"
-        }
+        expanded = program.expanded if program.rounding != "nearest" else []
+        dithered = {each.placeholder: each for each in expanded if each.error_format.dithers_sums}
         program.summed = 0
         for placeholder, store in graph.copies_to_inputs(editor.graph).items():
             state = dithered.get(placeholder)

@@ -46,11 +46,8 @@ class Widen(Pass):
 def _products_of_state(program: StepProgram) -> set[Node]:
     """Return the low-precision matrix products of Note [Products in float32]."""
     step = program.gm.graph
-    products = {
-        node
-        for node in filter(graph.is_low_precision_tensor, step.nodes)
-        if graph.is_matrix_product(node.target)
-    }
+    low = filter(graph.is_low_precision_tensor, step.nodes)
+    products = {node for node in low if graph.is_matrix_product(node.target)}
     if not products:
         return products
     sources = [read.placeholder for read in program.reads if read.info.role is Role.STATE]

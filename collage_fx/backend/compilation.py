@@ -273,13 +273,9 @@ class Compilation:
     ) -> Callable[..., Any]:
         """Make the graph functional by AOTAutograd, and pass it to ``inner_compile``."""
         table = capture.decompositions() if self.options.strategy != "none" else None
+        given = {"inner_compile": inner_compile, "config_patches": self.settings}
         return torch_compat.compile_with_inductor(
-            module,
-            arguments,
-            inner_compile=inner_compile,
-            decompositions=table,
-            config_patches=self.settings,
-            symbols_left_out=symbols_left_out,
+            module, arguments, decompositions=table, symbols_left_out=symbols_left_out, **given
         )
 
     # -- The functional graph, and what its inputs are to the user

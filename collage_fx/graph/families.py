@@ -96,12 +96,8 @@ class Repetition:
         for position, of_one in itertools.groupby(range(len(owned_by)), owned_by.__getitem__):
             for _, i in itertools.product(self.copies[position], of_one):
                 copies[i].append(next(inputs))
-        return replace(
-            self,
-            inputs=next(inputs),
-            copies=(*self.copies, *map(tuple, copies)),
-            owners=(*self.owners, *(self.owners[position] for position in owned_by)),
-        )
+        owners = (*self.owners, *(self.owners[position] for position in owned_by))
+        return replace(self, inputs=next(inputs), copies=(*self.copies, *map(tuple, copies)), owners=owners)
 
 
 def input_name(index: int) -> str:
@@ -120,11 +116,8 @@ def repeated_graph(gm: GraphModule, repetition: Repetition) -> GraphModule:
     small = nodes.placeholders(gm.graph)
     graph = Graph()
     whole: dict[tuple[Node, int], Node] = {}
-    ordered = sorted(
-        (index, i, member)
-        for i, copies in enumerate(repetition.copies)
-        for member, index in enumerate(copies)
-    )
+    pairs = ((i, *each) for i, copies in enumerate(repetition.copies) for each in enumerate(copies))
+    ordered = sorted((index, i, member) for i, member, index in pairs)
     inputs: dict[int, Node] = {}
     for index, i, member in ordered:
         if index not in inputs:

@@ -279,14 +279,9 @@ class _Writer:
 
         0 if all tensors have one shape; None if a smaller tensor is of another kind, or is stored.
         """
-        smaller = [
-            node
-            for node in self.nodes
-            if (value := graph.tensor_value(node)) is not None
-            and value.dim() > 0
-            and value.shape != self.shape
-            and not self._is_of_blocks(value)
-        ]
+        elements = filter(graph.has_elements, self.nodes)
+        others = [node for node in elements if node.meta["val"].shape != self.shape]
+        smaller = [node for node in others if not self._is_of_blocks(node.meta["val"])]
         if not smaller:
             return 0
         columns = common_columns((node.meta["val"].shape for node in smaller), self.shape)

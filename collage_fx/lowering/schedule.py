@@ -182,15 +182,10 @@ def repeated(plan: Plan, repetition: Repetition) -> Plan | Reason:
                 made = replace(made, values=(index_of_length[length], *values[1:]), length=length)
             planned.append(made)
     memory = [_memory(plan.result(i), repetition.shape_of(owners[i], member)) for i, member in results]
-    returned = [
-        None if (index := plan.outputs[k]) is None else index_of(index, member)
-        for k, member in repetition.outputs
-    ]
-    crossing = {
-        index: bytes_of(result) / limit_on(result[3])
-        for index, result in zip(results.values(), memory, strict=True)
-        if result[0] and index not in returned
-    }
+    outputs = ((plan.outputs[k], member) for k, member in repetition.outputs)
+    returned = [None if index is None else index_of(index, member) for index, member in outputs]
+    sized = zip(results.values(), memory, strict=True)
+    crossing = {i: bytes_of(each) / limit_on(each[3]) for i, each in sized if each[0] and i not in returned}
     return Plan(repetition.inputs, constants, memory, [], in_rounds(planned, crossing), returned)
 
 

@@ -274,10 +274,8 @@ class MeteredStep:
         return result
 
     def _identities(self, tensors: Sequence[Tensor]) -> list[tuple[_Identity, MeasuredInput]]:
-        return [
-            (self.meter.identities.get(tensor, each.unknown), each)
-            for tensor, each in zip(tensors, self.inputs, strict=True)
-        ]
+        pairs = zip(tensors, self.inputs, strict=True)
+        return [(self.meter.identities.get(tensor, each.unknown), each) for tensor, each in pairs]
 
 
 def _rows_of(

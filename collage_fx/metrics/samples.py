@@ -334,13 +334,9 @@ class _Sampling:
 
 def _is_made_of_numbers(node: Node) -> bool:
     """Return whether a node is an operation on 0-d tensors that also takes columns of them."""
-    operands = map(graph.tensor_value, node.all_input_nodes)
-    return (
-        node.op == "call_function"
-        and _broadcasts(node)
-        and not graph.draws(node.target)
-        and all(each is not None and not each.dim() for each in (graph.tensor_value(node), *operands))
-    )
+    values = map(graph.tensor_value, (node, *node.all_input_nodes))
+    is_known = node.op == "call_function" and _broadcasts(node) and not graph.draws(node.target)
+    return is_known and all(each is not None and not each.dim() for each in values)
 
 
 def _broadcasts(node: Node) -> bool:

@@ -29,7 +29,7 @@ def section(
 ) -> str:
     """Write heading, table, numbered explanations and totals of one subject, as text or GitHub's Markdown."""
     groups, summary = treatments(rows), summary_line(rows, other_state)
-    cells = _cells(rows, groups, full=full)
+    cells = [*_cells(rows, groups, full=full)]
     headers = ("tensor", "shape", "kind", plainly(rows), "here", "bytes")
     widths = [max(len(header) + 2, *map(len, texts)) for header, *texts in zip(headers, *cells, strict=True)]
     room = max(TEXT_WIDTH - sum(widths[1:]) - 2 * len(widths[1:]), NAME_WIDTH)
@@ -86,20 +86,11 @@ def summary_line(rows: Sequence[TensorReport], other_state: int = 0) -> str:
     return f"{done} of {len(rows)} tensors have error terms. Bytes per parameter: {total:.4g} ({parts})."
 
 
-def _cells(rows: Sequence[TensorReport], groups: Sequence[Treatment], *, full: bool) -> list[list[str]]:
+def _cells(rows: Sequence[TensorReport], groups: Sequence[Treatment], *, full: bool) -> Iterator[list[str]]:
     number = {id(row): i for i, group in enumerate(groups, 1) for row in group.rows}
-    shown = [Treatment((row,)) for row in rows] if full else groups
-    return [
-        [
-            each.what,
-            each.layout,
-            each.example.kind.value,
-            f"{each.example.verdict} ({number[id(each.example)]})",
-            each.example.here,
-            f"{each.bytes:,}",
-        ]
-        for each in shown
-    ]
+    for each in [Treatment((row,)) for row in rows] if full else groups:
+        row, verdict = each.example, f"{each.example.verdict} ({number[id(each.example)]})"
+        yield [each.what, each.layout, row.kind.value, verdict, row.here, f"{each.bytes:,}"]
 
 
 def _at_dots(name: str, room: int) -> str:

@@ -228,26 +228,21 @@ def _refuse_misfits(held: Mapping[str, Any], sources: Mapping[str, Any], stepped
     missing = [name for name in held if isinstance(held[name], Tensor) and first[name] not in given]
     unknown = [name for name in sources if name not in held]
     if missing or unknown:
-        raise CheckpointMismatchError(
-            "; ".join(
-                f"{what} {names[:8]}{' and more' if len(names) > 8 else ''}"
-                for what, names in (("weights are missing:", missing), ("names the model has not:", unknown))
-                if names
-            ),
-            where="load_full_state_dict",
-            remedy="give the state dict of this model; names as in model.state_dict()",
-        )
+        lists = (("weights are missing:", missing), ("names the model has not:", unknown))
+        met = [f"{what} {names[:8]}{' and more' if len(names) > 8 else ''}" for what, names in lists if names]
+        remedy = "give the state dict of this model; names as in model.state_dict()"
+        raise CheckpointMismatchError("; ".join(met), where="load_full_state_dict", remedy=remedy)
     for name in sources:
         source, target = sources[name], held[name]
-        met, are_tensors = "", isinstance(source, Tensor) and isinstance(target, Tensor)
+        fault, are_tensors = "", isinstance(source, Tensor) and isinstance(target, Tensor)
         if isinstance(source, Tensor) != isinstance(target, Tensor):
-            met = f"a {type(source).__name__} where the model has a {type(target).__name__}"
+            fault = f"a {type(source).__name__} where the model has a {type(target).__name__}"
         elif are_tensors and source.shape != target.shape:
-            met = f"a shape of {tuple(source.shape)} where the model's is {tuple(target.shape)}"
+            fault = f"a shape of {tuple(source.shape)} where the model's is {tuple(target.shape)}"
         elif are_tensors and source.is_floating_point() != target.is_floating_point():
-            met = f"{source.dtype} where the model has {target.dtype}"
-        if met:
-            raise CheckpointMismatchError(met, where=name, remedy="give the state dict of this model")
+            fault = f"{source.dtype} where the model has {target.dtype}"
+        if fault:
+            raise CheckpointMismatchError(fault, where=name, remedy="give the state dict of this model")
 
 
 def _first_names(held: Mapping[str, Any]) -> dict[str, str]:

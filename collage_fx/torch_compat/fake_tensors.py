@@ -178,7 +178,5 @@ class SymbolicScope:
 
         The graph is then valid for this value only. Upper limits of ``below - 1`` or more do not count.
         """
-        return not all(
-            isinstance(guard.expr, sympy.Le) and guard.expr.rhs.is_number and guard.expr.rhs >= below - 1
-            for guard in self.shape_env.guards
-        )
+        found = (guard.expr for guard in self.shape_env.guards)
+        return not all(isinstance(x, sympy.Le) and x.rhs.is_number and x.rhs >= below - 1 for x in found)

@@ -39,12 +39,7 @@ log = logging.getLogger("collage_fx")
 
 #: Function of torch.optim that calls a fused operator if its argument ``fused`` is true, by the operator's
 #: name. Both take lists of tensors, gradients second, and the same keyword arguments.
-OPERATORS: dict[str, Any] = {
-    "_fused_adam_": adam,
-    "_fused_adamw_": adamw,
-    "_fused_sgd_": sgd,
-    "_fused_adagrad_": adagrad,
-}
+OPERATORS: dict[str, Any] = {f"_fused_{each.__name__}_": each for each in (adam, adamw, sgd, adagrad)}
 
 
 def trace_unfused(is_ours: Callable[[], bool]) -> None:

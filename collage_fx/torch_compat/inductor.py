@@ -159,12 +159,11 @@ def compile_with_inductor(
     gm: torch.fx.GraphModule,
     example_inputs: Sequence[Any],
     *,
-    inner_compile: Callable[..., Any],
     decompositions: dict[Any, Callable[..., Any]] | None,
-    config_patches: dict[str, Any] | None,
-    symbols_left_out: Set[str] = frozenset(),
+    symbols_left_out: Set[str],
+    **options: Any,
 ) -> Callable[..., Any]:
-    """Compile a Dynamo graph through AOTAutograd, with ``inner_compile`` instead of Inductor's own.
+    """Compile a Dynamo graph through AOTAutograd, with options of ``compile_fx`` such as ``inner_compile``.
 
     AOTAutograd applies ``decompositions``; None are Inductor's own (:func:`functional_decompositions`): then
     only ``inner_compile`` differs from plain Inductor. AOTAutograd's cache is off: on a hit it would return
@@ -179,13 +178,7 @@ def compile_with_inductor(
             stack.enter_context(keeping_numbers_symbolic(symbols_left_out))
             if all(value.device.type == "cpu" for value in tensors):
                 stack.enter_context(without_patterns())
-        compiled = compile_fx(
-            gm,
-            list(example_inputs),
-            inner_compile=inner_compile,
-            decompositions=decompositions,
-            config_patches=config_patches,
-        )
+        compiled = compile_fx(gm, list(example_inputs), decompositions=decompositions, **options)
     return cast(Callable[..., Any], compiled)
 
 

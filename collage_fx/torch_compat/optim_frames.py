@@ -77,12 +77,8 @@ def is_torchs_step(optimizer: torch.optim.Optimizer, code: CodeType, variables: 
     and compiles the frame of the wrapper, with hooks that may read all parameters, so all rows are traced.
     """
     step = inspect.unwrap(type(optimizer).step)
-    return (
-        is_of_torch_optim(type(optimizer))
-        and is_of_torch_optim(step)
-        and code is step.__code__
-        and variables.get("closure") is None
-    )
+    are_torchs = is_of_torch_optim(type(optimizer)) and is_of_torch_optim(step)
+    return are_torchs and code is step.__code__ and variables.get("closure") is None
 
 
 def is_traced_without_wrapper(optimizer: torch.optim.Optimizer) -> bool:
@@ -111,10 +107,8 @@ def calls_compiled_function(optimizer: torch.optim.Optimizer) -> bool:
 
 def wrapped_steps_on_the_stack(optimizer: torch.optim.Optimizer) -> int:
     """Return the number of torch's step wrappers of this optimizer on the stack, nested."""
-    return sum(
-        is_step_wrapper(code) and optimizer_of_method(code, variables) is optimizer
-        for code, variables in possible_steps_on_the_stack()
-    )
+    wrappers = (each for each in possible_steps_on_the_stack() if is_step_wrapper(each[0]))
+    return sum(optimizer_of_method(*each) is optimizer for each in wrappers)
 
 
 def compiled_callables_on_the_stack() -> Iterator[tuple[Callable[..., Any], Any]]:
@@ -148,13 +142,9 @@ class RunningCall(NamedTuple):
 
 def running_call() -> RunningCall | None:
     """Return the innermost call of a compiled callable that Python is in; None if it is in none."""
-    calls = (
-        frame
-        for frame in frames_on_the_stack()
-        if frame.f_code.co_filename == inspect.getfile(torch._dynamo.eval_frame)
-        and "cleanups" in frame.f_locals
-    )
-    if (frame := next(calls, None)) is None:
+    file = inspect.getfile(torch._dynamo.eval_frame)
+    frames = (frame for frame in frames_on_the_stack() if frame.f_code.co_filename == file)
+    if (frame := next((each for each in frames if "cleanups" in each.f_locals), None)) is None:
         return None
     found = frame.f_locals
     return RunningCall(

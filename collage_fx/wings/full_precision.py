@@ -120,10 +120,9 @@ def _refuse(module: nn.Module) -> None:
     within = [name for name, _ in module.named_parameters() if name not in own]
     kind = type(module).__name__
     if not own or within:
+        what = "whose parameters are those of submodules" if within else "without parameters"
         raise UnsupportedTensorError(
-            f"a {kind} whose parameters are those of submodules"
-            if within
-            else f"a {kind} without parameters",
+            f"a {kind} {what}",
             where=within[0] if within else kind,
             remedy="choose the modules that hold the parameters: full_precision_forward(m for m in "
             "model.modules() if isinstance(m, ...))",

@@ -465,11 +465,8 @@ def _comparable(group: dict[str, Any]) -> dict[str, Any]:
 
 
 def _numbers_in(holder: dict[str, Any]) -> list[tuple[str, Any]]:
-    return [
-        (key, value)
-        for key, value in holder.items()
-        if isinstance(value, (bool, int, float, complex, Tensor)) and key not in OTHER
-    ]
+    kinds = bool, int, float, complex, Tensor
+    return [(key, each) for key, each in holder.items() if isinstance(each, kinds) and key not in OTHER]
 
 
 def _bytes(tensor: Tensor) -> int:

@@ -92,10 +92,8 @@ class WeightChanges(Sequence[WeightPatch]):
         return len(self.patches)
 
     def __repr__(self) -> str:
-        return (
-            f"WeightChanges({self.changed:,} of {self.elements:,} elements in {len(self)} tensors, "
-            f"{self.nbytes:,} bytes)"
-        )
+        changed = f"{self.changed:,} of {self.elements:,} elements in {len(self)} tensors"
+        return f"WeightChanges({changed}, {self.nbytes:,} bytes)"
 
     @property
     def changed(self) -> int:

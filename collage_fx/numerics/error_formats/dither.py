@@ -54,9 +54,7 @@ class Sum(Dither):
 
     name = "sum"
     dithers_sums = True
-
-    def store(self, value: Tensor, hi: Tensor, *inputs: Tensor) -> tuple[Tensor, ...]:
-        return self.store_nearest(value, hi, *inputs)
+    store = ErrorFormat.store
 
 
 class Bf16(Dither):

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from abc import abstractmethod
 from collections.abc import Sequence
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -18,9 +18,12 @@ class OneErrorTerm(ErrorFormat):
 
     is_elementwise = True
 
-    @abstractmethod
+    #: Dtype of lo; None: that of hi.
+    own_dtype: ClassVar[torch.dtype | None] = None
+
     def lo_dtype(self, dtype: torch.dtype) -> torch.dtype:
         """Return the dtype of lo beside a hi of ``dtype``."""
+        return self.own_dtype or dtype
 
     def auxiliaries(self, hi: Tensor) -> Sequence[AuxiliarySpec]:
         return (AuxiliarySpec.like(hi, "lo", self.lo_dtype(hi.dtype))._replace(is_error_term=True),)
@@ -59,9 +62,6 @@ class Mcf(OneErrorTerm):
     precision = "one error term of the tensor's dtype: about 16 bits in bfloat16, 22 in float16"
     is_double_word = True
 
-    def lo_dtype(self, dtype: torch.dtype) -> torch.dtype:
-        return dtype
-
 
 class Fp32(OneErrorTerm):
     """fp32 master copy, the paper's baseline D, for comparison and debugging.
@@ -73,6 +73,4 @@ class Fp32(OneErrorTerm):
 
     name = "fp32"
     precision = "a float32 master copy, 24 bits: for comparison"
-
-    def lo_dtype(self, dtype: torch.dtype) -> torch.dtype:
-        return torch.float32
+    own_dtype = torch.float32
