@@ -185,10 +185,8 @@ class _Way:
         inputs = zip(graph.placeholders(step), program.inputs, strict=False)  # the others are auxiliaries
         parameters = {node for node, info in inputs if info.role is Role.PARAMETER}
         stores = graph.copies_to_inputs(step)
-        new = {
-            node: graph.unless_skipped(node, graph.unconverted(graph.stored(store)))
-            for node, store in stores.items()
-        }
+        stored = {node: graph.unconverted(graph.stored(store)) for node, store in stores.items()}
+        new = {node: graph.unless_skipped(node, value) for node, value in stored.items()}
         made = graph.reached([moment], lambda node: node.users)
         own = graph.stored(stores[state.placeholder])
         self.moved = {value for node, value in new.items() if node in parameters and value in made}

@@ -122,10 +122,8 @@ class Compilation:
         # A helper that a step calls, or the rest of a step after a graph break, may not name the optimizer.
         self.recorded, self.is_compiled, stepped, self.only_by_family = capture.RecordedPart.of(self.module)
         self.is_recorded = bool(self.recorded)
-        variables = {
-            **torch_compat.traced_frame_variables(),
-            "stepped": torch_compat.optimizer_being_stepped() or stepped(),
-        }
+        being_stepped = torch_compat.optimizer_being_stepped() or stepped()
+        variables = {**torch_compat.traced_frame_variables(), "stepped": being_stepped}
         self.optimizers = state.optimizers_among(variables)
         self.known = state.known_tensors(self.optimizers)
         self.subject = self.backend.label([*self.optimizers.values()]) or traced_frame_name() or "step"

@@ -96,10 +96,8 @@ class _Updates:
         roles = [info.role for info in program.inputs]
         self._roles = dict(zip(nodes.placeholders(graph), roles, strict=True))
         self._parameters = {node for node, role in self._roles.items() if role is Role.PARAMETER}
-        self._new = {
-            node: unless_skipped(node, nodes.stored(store))
-            for node, store in nodes.copies_to_inputs(graph).items()
-        }
+        stores = nodes.copies_to_inputs(graph).items()
+        self._new = {node: unless_skipped(node, nodes.stored(store)) for node, store in stores}
         #: Placeholders of the states that the step updates.
         self._states = [node for node in self._new if self._roles[node] is Role.STATE]
         self._number: Callable[[Any], sympy.Expr] = functools.cache(self._number_of)

@@ -675,11 +675,8 @@ def _take_up(optimizer: Optimizer) -> bool:
     if not saved:
         return False
     of_ours, kept = {parameter for parameter, _ in saved}, _kept_among(saved)
-    lost = [
-        f"{name} (if there were any)"
-        for owner, name, tensor in _held(optimizer, plain)
-        if owner[0] is None and is_low_precision(tensor.dtype)
-    ]
+    shared = (each for each in _held(optimizer, plain) if each[0][0] is None)
+    lost = [f"{name} (if there were any)" for _, name, each in shared if is_low_precision(each.dtype)]
     _refuse_mismatches(optimizer, plain, saved, kept)
     for parameter in of_ours:
         entries = optimizer.state[parameter]

@@ -579,11 +579,8 @@ def _fits(record: ErrorTermRecord, tensor: Tensor) -> bool:
         return True
     if not record.format.keeps_hi:
         return record.auxiliaries[0].shape == tensor.shape
-    specs = record.format.auxiliaries(tensor)
-    return len(specs) == len(record.auxiliaries) and all(
-        auxiliary.dtype == spec.dtype and auxiliary.shape == spec.shape
-        for auxiliary, spec in zip(record.auxiliaries, specs, strict=True)
-    )
+    found = [(each.dtype, each.shape) for each in record.auxiliaries]
+    return found == [(spec.dtype, spec.shape) for spec in record.format.auxiliaries(tensor)]
 
 
 def _follow(record: ErrorTermRecord, tensor: Tensor) -> None:

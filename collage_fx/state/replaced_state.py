@@ -72,11 +72,8 @@ class _Held:
         """Return whether all values are still in their slots. It takes some 50 ns for each tensor."""
         entries = optimizer.state.values()
         try:
-            return (
-                len(entries) == len(self._entries)
-                and all(map(is_, entries, self._entries))
-                and all(map(is_, map(getitem, *self._look), self._values))
-            )
+            are_same = len(entries) == len(self._entries) and all(map(is_, entries, self._entries))
+            return are_same and all(map(is_, map(getitem, *self._look), self._values))
         except (KeyError, IndexError):
             return False
 

@@ -7,19 +7,15 @@ both functions into the graph. Another format is another entry in a registry bel
 
 from __future__ import annotations
 
-from collage_fx.numerics.error_formats.base import COUNT as COUNT
 from collage_fx.numerics.error_formats.base import AuxiliarySpec as AuxiliarySpec
 from collage_fx.numerics.error_formats.base import ErrorBound as ErrorBound
 from collage_fx.numerics.error_formats.base import ErrorFormat as ErrorFormat
-from collage_fx.numerics.error_formats.blocks import Blocks as Blocks
-from collage_fx.numerics.error_formats.byte import Byte as Byte
-from collage_fx.numerics.error_formats.dither import Bf16 as Bf16
-from collage_fx.numerics.error_formats.dither import Dither as Dither
-from collage_fx.numerics.error_formats.dither import Sum as Sum
-from collage_fx.numerics.error_formats.exact import Exact as Exact
-from collage_fx.numerics.error_formats.one_term import Fp32 as Fp32
-from collage_fx.numerics.error_formats.one_term import Mcf as Mcf
-from collage_fx.numerics.error_formats.weights import Weights as Weights
+from collage_fx.numerics.error_formats.blocks import Blocks
+from collage_fx.numerics.error_formats.byte import Byte
+from collage_fx.numerics.error_formats.dither import Bf16, Dither, Sum
+from collage_fx.numerics.error_formats.exact import Exact
+from collage_fx.numerics.error_formats.one_term import Fp32, Mcf
+from collage_fx.numerics.error_formats.weights import Weights
 
 #: Registered formats that keep hi, by name. The first that an arithmetic can use is its default.
 ERROR_FORMATS: dict[str, ErrorFormat] = {fmt.name: fmt for fmt in (Exact(), Mcf(), Fp32(), Byte(), Dither())}
