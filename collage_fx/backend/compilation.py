@@ -692,11 +692,9 @@ class Compilation:
         )
         program.has_lasting_terms = frozenset(i for i, _, _ in having if i not in new)
         program.may_get_terms = self._may_get_terms(traced) - program.already_compensated
-        program.known_formats = {
-            i: record.format
-            for i, (_, info) in enumerate(traced.inputs)
-            if not self.optimizers and (record := _record(info)) and record.format in WEIGHT_FORMATS.values()
-        }
+        records = ((i, _record(info)) for i, (_, info) in enumerate(traced.inputs) if not self.optimizers)
+        formats = ((i, record.format) for i, record in records if record is not None)
+        program.known_formats = {i: each for i, each in formats if each in WEIGHT_FORMATS.values()}
         program.already_compensated |= program.known_formats.keys()
         if any(node not in traced.stores for _, node, _ in having):
             program.arithmetic = "wide"  # "native" reads only hi of tensors that it does not update

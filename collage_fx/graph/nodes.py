@@ -214,10 +214,6 @@ def _node_text(node: Node) -> str:
         return f"{node.name}{kind} = input(){mark}"
     if node.op == "output":
         return f"return {', '.join(str(leaf) for leaf in pytree.tree_leaves(node.args))}".rstrip()
-    operands = [_operand_text(arg) for arg in node.args]
-    operands += [f"{name}={_operand_text(arg)}" for name, arg in node.kwargs.items()]
+    given = [*(("", arg) for arg in node.args), *((f"{name}=", arg) for name, arg in node.kwargs.items())]
+    operands = [name + str(arg).removeprefix("torch.") for name, arg in given]
     return f"{node.name}{kind} = {operator_name(node.target)}({', '.join(operands)}){mark}"
-
-
-def _operand_text(arg: Any) -> str:
-    return str(arg).removeprefix("torch.")

@@ -111,10 +111,9 @@ def _explanation(group: Treatment, *, full: bool) -> Iterator[str]:
 def _wrapped(mark: str, paragraphs: Iterator[str]) -> str:
     indent = " " * len(mark)
     lines = (
-        textwrap.fill(text, TEXT_WIDTH, initial_indent=mark if i == 0 else indent, subsequent_indent=indent)
-        for i, text in enumerate(paragraphs)
+        textwrap.fill(x, TEXT_WIDTH, initial_indent=indent, subsequent_indent=indent) for x in paragraphs
     )
-    return "\n".join(lines)
+    return mark + "\n".join(lines)[len(mark) :]
 
 
 def _cut(text: str, *, full: bool) -> str:

@@ -96,6 +96,8 @@ def tensor_report(state: StateTensor, shape: Sequence[int] | None = None) -> Ten
     shape = tuple(map(current_size, shape or value.shape))
     like = torch.empty(shape, dtype=value.dtype, device="meta")  # sizes of value may be symbols
     own, beside = state.nbytes(like)
+    expression = state.recurrence.expression
+    rounded = {each: sympy.Float(f"{float(each):.6g}") for each in expression.atoms(sympy.Float)}
     return TensorReport(
         name=state.info.name,
         symbol=state.info.symbol,
@@ -103,7 +105,7 @@ def tensor_report(state: StateTensor, shape: Sequence[int] | None = None) -> Ten
         dtype=value.dtype,
         role=state.info.role,
         kind=state.recurrence.kind,
-        expression=_readable(state.recurrence.expression),
+        expression=expression.xreplace(rounded),  # 1/3e-4 is 3333.33
         lossy=state.verdict.lossy,
         reason=state.verdict.reason,
         compensated=state.compensated,
@@ -115,12 +117,6 @@ def tensor_report(state: StateTensor, shape: Sequence[int] | None = None) -> Ten
         error_bytes=beside,
         inputs=(state.placeholder.name, *(node.name for node in state.added_inputs)),
     )
-
-
-def _readable(expression: sympy.Expr) -> sympy.Expr:
-    """Round the numbers of an expression to six digits: 1/3e-4 is 3333.33."""
-    numbers = expression.atoms(sympy.Float)
-    return expression.xreplace({number: sympy.Float(f"{float(number):.6g}") for number in numbers})
 
 
 @dataclass(frozen=True)

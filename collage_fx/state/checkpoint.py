@@ -317,11 +317,9 @@ def _after_save(optimizer: Optimizer, saved: StateDict) -> StateDict:
         kept = wide_state.kept_entries(parameter, unpacked)
         auxiliaries = _keyed_auxiliaries(_slots(parameter, entry), are_flat=is_flattened(parameter))
         ours = {PREFIX + name: tensor for name, tensor in itertools.chain(auxiliaries, kept)}
-        unchanged = {
-            name: distributed_like(tensor, _as_loaded(tensor, wider[id(tensor)].wider))
-            for name, tensor in _as_dictionary(entry).items()
-            if id(tensor) in wider
-        }
+        waiting = ((name, each) for name, each in _as_dictionary(entry).items() if id(each) in wider)
+        loaded = ((name, each, _as_loaded(each, wider[id(each)].wider)) for name, each in waiting)
+        unchanged = {name: distributed_like(each, value) for name, each, value in loaded}
         if unchanged or ours:  # a new dictionary, as the one in ``saved`` is the optimizer's own
             state[key] = {**_as_dictionary(state.get(key)), **unchanged, **ours}
     shared = dict(_keyed_auxiliaries(optimizers.shared_tensors(optimizer.param_groups, optimizer.state)))

@@ -591,10 +591,8 @@ def _follow(record: ErrorTermRecord, tensor: Tensor) -> None:
     if record.fitted == layout:
         return
     specs = record.format.auxiliaries(tensor)
-    if all(
-        auxiliary.device == tensor.device and spec.stride in (None, auxiliary.stride())
-        for auxiliary, spec in zip(record.auxiliaries, specs, strict=True)
-    ):
+    pairs = zip(record.auxiliaries, specs, strict=True)
+    if all(each.device == tensor.device and spec.stride in (None, each.stride()) for each, spec in pairs):
         record.fitted = layout
         return
     with real_tensors(), torch.no_grad():

@@ -264,11 +264,10 @@ def _deep_copy(tensor: PackedTensor, memo: dict[int, Any], **options: Any) -> Te
 
 def _to(tensor: PackedTensor, *args: Any, **kwargs: Any) -> Any:
     """Replace ``Tensor.to``: the result is packed if dtype and strides stay the same."""
-    if tensor.requires_grad and torch.is_grad_enabled():
+    is_trained = tensor.requires_grad and torch.is_grad_enabled()
+    if is_trained or kwargs.get("memory_format") not in (None, torch.preserve_format):
         return _call_decoded(Tensor.to, (tensor, *args), kwargs)
     probe = torch.empty((), dtype=tensor.dtype, device=tensor.device)
-    if kwargs.get("memory_format") not in (None, torch.preserve_format):
-        return _call_decoded(Tensor.to, (tensor, *args), kwargs)
     moved = probe.to(*args, **kwargs)
     if moved is probe:
         return tensor

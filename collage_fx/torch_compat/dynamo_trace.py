@@ -51,9 +51,8 @@ def traced_frame_name() -> str:
     return "" if output is None else str(output.root_tx.f_code.co_name)
 
 
-def current_trace() -> object:
-    """Return a value that identifies Dynamo's current compilation; None outside of Dynamo."""
-    return CompileContext.current_compile_id()
+#: Function that returns a value that identifies Dynamo's current compilation; None outside of Dynamo.
+current_trace: Callable[[], object] = CompileContext.current_compile_id
 
 
 def untraced(entry: Callable[..., Any], function: Callable[..., Any]) -> Callable[..., Any]:

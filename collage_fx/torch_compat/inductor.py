@@ -182,12 +182,8 @@ def compile_with_inductor(
     return cast(Callable[..., Any], compiled)
 
 
-def mode_options(mode: str) -> dict[str, Any]:
-    """Return the Inductor configuration of a ``torch.compile`` mode.
-
-    Raises RuntimeError for a mode unknown to torch.
-    """
-    return dict(list_mode_options(mode))
+#: Function that returns the Inductor configuration of a ``torch.compile`` mode.
+mode_options: Callable[[str], dict[str, Any]] = list_mode_options
 
 
 def cpp_compilers() -> list[str]:

@@ -124,16 +124,7 @@ Average = Callable[[Tensor, Tensor, Tensor | int], Tensor]
 _equal_average: Average = get_swa_avg_fn()
 
 
-def install_averages() -> None:
-    """Replace ``AveragedModel.update_parameters``."""
-    AVERAGES.install(_updating)
-
-
-def _updating(
-    update_parameters: Callable[[AveragedModel, torch.nn.Module], None],
-    self: AveragedModel,
-    model: torch.nn.Module,
-) -> None:
+def _updating(update_parameters: Callable[..., None], self: AveragedModel, model: torch.nn.Module) -> None:
     if self.n_averaged == 0:
         update_parameters(self, model)
         models = self.module, model
@@ -148,6 +139,10 @@ def _updating(
         update_parameters(self, model)
     finally:
         self.multi_avg_fn = None
+
+
+#: Function that replaces ``AveragedModel.update_parameters``.
+install_averages = functools.partial(AVERAGES.install, _updating)
 
 
 @torch.no_grad()
