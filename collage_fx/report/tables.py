@@ -108,11 +108,9 @@ def _explanation(group: Treatment, *, full: bool) -> Iterator[str]:
         yield _cut(f"of {', '.join(group.names)}", full=full)
 
 
-def _wrapped(mark: str, paragraphs: Iterator[str]) -> str:
+def _wrapped(mark: str, texts: Iterator[str]) -> str:
     indent = " " * len(mark)
-    lines = (
-        textwrap.fill(x, TEXT_WIDTH, initial_indent=indent, subsequent_indent=indent) for x in paragraphs
-    )
+    lines = (textwrap.fill(x, TEXT_WIDTH, initial_indent=indent, subsequent_indent=indent) for x in texts)
     return mark + "\n".join(lines)[len(mark) :]
 
 
