@@ -30,10 +30,8 @@ class Normalize(Pass):
 
     def run(self, program: StepProgram) -> str:
         editor = GraphEditor(program.gm, self.name)
-        lists, *opened = (
-            sum(rule(editor, node) for node in list(editor.graph.nodes))
-            for rule in (_unpack_foreach, _open_composite, _open_matrix_sum, _open_outer_product)
-        )
+        rules = _unpack_foreach, _open_composite, _open_matrix_sum, _open_outer_product
+        lists, *opened = (sum(rule(editor, node) for node in list(editor.graph.nodes)) for rule in rules)
         for node in list(editor.graph.nodes):
             _fold_number(editor, node)
         for node in list(editor.graph.nodes):

@@ -194,10 +194,8 @@ class _Flat:
 
     def _buffers(self) -> list[str]:
         buffers = [(f"{name}_in", kind) for _, name, kind in self.buffered]
-        buffers += [
-            (f"{self.elements.name_of(node)}_kept", in_register(node.meta["val"].dtype))
-            for node in dict.fromkeys([*self.kept, *self.quotients])
-        ]
+        kept = dict.fromkeys([*self.kept, *self.quotients])
+        buffers += [(f"{self.elements.name_of(n)}_kept", in_register(n.meta["val"].dtype)) for n in kept]
         buffers += [(f"magnitudes{i}", "uint32_t") for i, _ in enumerate(self.elements.largest)]
         buffers += [(x, "float" if store.is_of_halves else "int32_t") for store, x in self.apart.items()]
         buffers += [(f"{total}_of", "float") for total, _ in self.totals]
@@ -236,10 +234,8 @@ class _Flat:
         kept = self._in_buffers(self.kept)
         if not self.elements.tested:
             return [*first, *self._late_loop({**self.read, **kept}, finite=False)]
-        quick, careful = (
-            _indented(self._late_loop(known, finite=finite))
-            for known, finite in (({**self.read, **kept}, True), (self.read, False))
-        )
+        quick = _indented(self._late_loop({**self.read, **kept}, finite=True))
+        careful = _indented(self._late_loop(self.read, finite=False))
         of_inputs = {node.meta["val"].dtype for node in self.elements.inputs}
         dtypes = of_inputs.union(*(node.args for node in self.elements.nodes if node.target in ON_GRID))
         limit = hex(min([LIMITS[dtype] for dtype in LIMITS if dtype in dtypes] or LIMITS.values()))

@@ -82,9 +82,8 @@ class GraphEditor:
 
     def store(self, placeholder: Node, value: Node) -> Node:
         """Add a store to the epilogue: ``copy_(placeholder, value)``."""
-        node = self.graph.create_node(
-            "call_function", nodes.aten.copy_.default, (placeholder, value), name="store"
-        )
+        given = (placeholder, value)
+        node = self.graph.create_node("call_function", nodes.aten.copy_.default, given, name="store")
         node.meta["val"] = placeholder.meta["val"]
         node.meta[nodes.PASS_MARK] = self.made_by
         return node
@@ -136,9 +135,8 @@ class GraphEditor:
             tracer = make_fx(of_tensors, decomposition_table=functional_decompositions())
             with self.fake_mode, torch.no_grad():
                 # Fresh tensors: make_fx merges the placeholders of one tensor that is passed twice.
-                kinds = (
-                    kind for kind, value in zip(signatures, values, strict=True) if isinstance(value, Node)
-                )
+                pairs = zip(signatures, values, strict=True)
+                kinds = (kind for kind, value in pairs if isinstance(value, Node))
                 samples = [
                     torch.empty_strided(size, stride, dtype=dtype, device=device)
                     for dtype, device, size, stride in kinds

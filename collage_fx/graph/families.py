@@ -81,9 +81,8 @@ class Repetition:
 
     def reordered(self, order: Sequence[int]) -> Repetition:
         """Return the repetition whose small graph has its inputs in another order."""
-        return replace(
-            self, copies=tuple(self.copies[i] for i in order), owners=tuple(self.owners[i] for i in order)
-        )
+        copies, owners = self.copies, self.owners
+        return replace(self, copies=tuple(copies[i] for i in order), owners=tuple(owners[i] for i in order))
 
     def extended(self, owned_by: Sequence[int]) -> Repetition:
         """Return the repetition with additional inputs behind the others, in both graphs.

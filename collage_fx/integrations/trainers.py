@@ -90,12 +90,11 @@ def prepare(
             met = f"in_backward=True with {len(models)} models"
             remedy = "call collage_fx.step_in_backward(model, optimizer) for each model yourself"
             raise InvalidOptionError(met, where="prepare", remedy=remedy)
+
+        def is_last() -> bool:
+            return bool(accelerator.sync_gradients)
+
         for each in found:
             if isinstance(each, Optimizer):
-                step_in_backward(
-                    models[0],
-                    each,
-                    accumulate=lambda: bool(accelerator.sync_gradients),
-                    scaler=accelerator.scaler,
-                )
+                step_in_backward(models[0], each, accumulate=is_last, scaler=accelerator.scaler)
     return prepared

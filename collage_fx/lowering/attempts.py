@@ -23,12 +23,10 @@ from collage_fx.graph import Reason, Reasons, copy_of, device_facts, not_taken
 from collage_fx.torch_compat import InductorFault, boxed_call, inductor_compile_inner, inductor_config
 
 #: Ways to compile a graph, the fastest code first: descriptions and context managers.
+_SIMPLE = {"max_fusion_size": 1, "cpp.simdlen": 1}
 WAYS: tuple[tuple[str, Callable[[], AbstractContextManager[Any]]], ...] = (
     ("as usual", nullcontext),
-    (
-        "with a loop for each operation, and no vectors",
-        lambda: inductor_config.patch({"max_fusion_size": 1, "cpp.simdlen": 1}),
-    ),
+    ("with a loop for each operation, and no vectors", lambda: inductor_config.patch(_SIMPLE)),
 )
 
 

@@ -119,15 +119,9 @@ def __getattr__(name: str) -> Any:
     )
 
 
+_classes = ((name, value) for name, value in vars(torch.optim).items() if isinstance(value, type))
 #: ``of``, and the classes of torch.optim.
-__all__ = [
-    "of",
-    *(
-        name
-        for name, value in vars(torch.optim).items()
-        if isinstance(value, type) and issubclass(value, Optimizer) and value is not Optimizer
-    ),
-]
+__all__ = ["of", *(name for name, kind in _classes if issubclass(kind, Optimizer) and kind is not Optimizer)]
 
 
 def __dir__() -> list[str]:

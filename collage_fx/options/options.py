@@ -17,12 +17,10 @@ from collage_fx.numerics import ERROR_FORMATS
 from collage_fx.pipeline import PIPELINE, refuse_incomplete
 
 #: Options whose defaults depend on the arithmetic.
+_DOUBLE_WORDS = next(name for name, fmt in ERROR_FORMATS.items() if fmt.is_double_word)
 DEFAULTS: dict[Arithmetic, dict[str, str]] = {
     "wide": {"error_format": next(iter(ERROR_FORMATS)), "rounding": "repay"},
-    "native": {
-        "error_format": next(name for name, fmt in ERROR_FORMATS.items() if fmt.is_double_word),
-        "rounding": "nearest",
-    },
+    "native": {"error_format": _DOUBLE_WORDS, "rounding": "nearest"},
 }
 
 

@@ -89,11 +89,8 @@ class StepInParts:
         results = dict(enumerate(plan.results, plan.first_result))
         first_number = plan.first_result + len(results)
         #: Indices of tensors that are returned again: equal scalars, of which each parameter gets a copy.
-        self._returned_before = [
-            i
-            for i, index in enumerate(outputs)
-            if index is not None and index < first_number and index in outputs[:i]
-        ]
+        places = [first_number if index is None else index for index in outputs]
+        self._returned_before = [i for i, k in enumerate(places) if k < first_number and k in places[:i]]
         in_python = {index for index in outputs if index is not None}
         in_python |= {index for index, (size, *_) in results.items() if size}
         in_python.update(index for call in calls if call.kernel.function is None for index in call.values)

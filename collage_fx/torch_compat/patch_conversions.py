@@ -173,9 +173,7 @@ def watch_conversions(watch: Watch) -> None:
         finally:
             patch_optimizers.tracing_whole.reset(token)
 
-    def convert_frame_assert(
-        original: Callable[..., Any], compiler_fn: Any, *args: Any, **kwargs: Any
-    ) -> Any:
+    def converter(original: Callable[..., Any], compiler_fn: Any, *args: Any, **kwargs: Any) -> Any:
         convert = original(compiler_fn, *args, **kwargs)
         backend, keywords = backend_within(compiler_fn)
         if not watch.is_watched(backend):
@@ -189,7 +187,7 @@ def watch_conversions(watch: Watch) -> None:
             watch.handed_over(backend, keywords, function)
         return _Watched(convert, watched)
 
-    CONVERSIONS.install(convert_frame_assert)
+    CONVERSIONS.install(converter)
     COMPILED_CALLS.install(functools.partial(_decide, watch))
 
 
