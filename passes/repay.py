@@ -91,8 +91,7 @@ def _most_repaid(program: StepProgram, state: StateTensor) -> float:
 
     It is the same for all tensors of a plan, whatever their sizes: so one launch computes their numbers.
     """
-    formats = {state.error_format, *(program.packed or ())[:1]}  # the latter of state of either sign
-    bounds = [fmt.error_bound(state.value.dtype) for fmt in formats]
+    bounds = [fmt.error_bound(state.value.dtype) for fmt in program.formats_of_signed(state)]
     beta = float(state.recurrence.slopes[0])
     return _all_later(beta) * max(float(max(bound.relative, bound.of_largest)) for bound in bounds)
 

@@ -356,6 +356,10 @@ class StepProgram:
         owners = [each.position for each in self.expansions for _ in each.added_inputs]
         return self.repetition.extended(owners)
 
+    def formats_of_signed(self, state: StateTensor) -> set[ErrorFormat]:
+        """Return the format of a state, and that of packed state of either sign, if state is to be packed."""
+        return {state.error_format, *(self.packed or ())[:1]}
+
     @property
     def compensation(self) -> str:
         """Summary of a compensating pass: ``148 tensors``, ``148 tensors, 12 refused``."""

@@ -35,8 +35,9 @@ SET_GRAD_ENABLED: Any = torch._C._set_grad_enabled
 OpOverload: Any = type(torch.ops.aten.add.Tensor)
 
 
-#: Function that returns the schema of an operator: names and types of arguments and results, and mutations.
-schema_of: Callable[[Any], Any] = attrgetter("_schema")
+def schema_of(operator: Any) -> Any:
+    """Return the schema of an operator: names and types of arguments and results, and mutations."""
+    return operator._schema
 
 
 def storage_of(tensor: torch.Tensor) -> int:
@@ -59,8 +60,9 @@ class GuardedByIdentity:
 version_of: Callable[[torch.Tensor], int] = attrgetter("_version")
 
 
-#: Function that returns the tensor that another tensor is a view of; None if it is not a view.
-base_of: Callable[[torch.Tensor], torch.Tensor | None] = attrgetter("_base")
+def base_of(tensor: torch.Tensor) -> torch.Tensor | None:
+    """Return the tensor that another tensor is a view of; None if it is not a view."""
+    return tensor._base
 
 
 def gradient_dtype(parameter: torch.Tensor) -> torch.dtype:
