@@ -155,11 +155,13 @@ def _move_above(first: Node, value: Node, order: dict[Node, int]) -> None:
             first.prepend(node)
 
 
-def _in_this_step(editor: GraphEditor, beta: float, b_of: Callable[[Tensor], Tensor], number: Node) -> Node:
-    """Add the k of a step with ``B = b_of(number)``: Note [Repaying in the first steps]."""
+def _in_this_step(
+    editor: GraphEditor, beta: float, correction: Callable[[Tensor], Tensor], number: Node
+) -> Node:
+    """Add the k of a step with ``B = correction(number)``: Note [Repaying in the first steps]."""
 
     def later(number: Tensor) -> Tensor:
-        b = b_of(number)
+        b = correction(number)
         q = (1 - b) * beta**0.5
         return (b - (1 - beta)) * (_all_later(beta) / beta) * ((6 - q) / (6 - 4 * q))
 

@@ -140,7 +140,7 @@ class CollageBackend(Backend):
             raise InvalidOptionError(met, where="options", remedy=remedy)
         mode = mode or self.options.mode
         refuse_unless("mode", mode, (None, *names_of("mode")))
-        patches = dict(mode_options(mode)) if mode is not None and mode != "default" else {}
+        patches = mode_options(mode) if mode is not None and mode != "default" else {}
         if self.options.strategy != "none":
             patches.update(JOINT_GRAPH_SETTINGS)
         return Compilation(self, gm, tuple(example_inputs), mode, patches).run()

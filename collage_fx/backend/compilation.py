@@ -271,9 +271,13 @@ class Compilation:
     ) -> Callable[..., Any]:
         """Make the graph functional by AOTAutograd, and pass it to ``inner_compile``."""
         table = capture.decompositions() if self.options.strategy != "none" else None
-        given = {"inner_compile": inner_compile, "config_patches": self.settings}
         return torch_compat.compile_with_inductor(
-            module, arguments, decompositions=table, symbols_left_out=symbols_left_out, **given
+            module,
+            arguments,
+            inner_compile=inner_compile,
+            decompositions=table,
+            config_patches=self.settings,
+            symbols_left_out=symbols_left_out,
         )
 
     # -- The functional graph, and what its inputs are to the user

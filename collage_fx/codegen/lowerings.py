@@ -75,8 +75,12 @@ for _each in numerics.ELEMENTWISE:
     )
 for _operator, _function in numerics.PLACED.items():
     torch_compat.register_placed_lowering(_operator, _of_place(_function))
-_of_blocks = _scale_of_block, _code_of_element, _value_of_element
-torch_compat.register_block_lowerings(numerics.BLOCK_OPERATORS, _of_blocks, numerics.BLOCK, numerics.CODES)
+torch_compat.register_block_lowerings(
+    numerics.BLOCK_OPERATORS,
+    (_scale_of_block, _code_of_element, _value_of_element),
+    block=numerics.BLOCK,
+    dtype_of_codes=numerics.CODES,
+)
 torch_compat.register_realizing_lowering(graph.once)
 
 

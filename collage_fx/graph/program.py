@@ -405,7 +405,9 @@ class StepProgram:
             return tuple(map(copied, value)) if isinstance(value, tuple) else copies.get(value, value)
 
         def moved(each: Any) -> Any:
-            changes = {n: copied(value) for n, value in vars(each).items() if not isinstance(value, list)}
+            changes = {
+                name: copied(value) for name, value in vars(each).items() if not isinstance(value, list)
+            }
             return replace(each, **changes)
 
         def go_back() -> None:

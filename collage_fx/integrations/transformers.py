@@ -53,8 +53,12 @@ class CollageCallback(InstallingCallback, TrainerCallback):  # type: ignore[misc
         if state is not None and state.global_step:
             folder = Path(args.output_dir, f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}")
             _refuse_left_out(optimizer, folder)
-        most = args.max_grad_norm
-        self.install(optimizer, model, accumulate=lambda: GradientState().sync_gradients, max_norm=most)
+        self.install(
+            optimizer,
+            model,
+            accumulate=lambda: GradientState().sync_gradients,
+            max_norm=args.max_grad_norm,
+        )
         _put_first(self)
 
     def on_epoch_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:

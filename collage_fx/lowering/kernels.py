@@ -124,8 +124,10 @@ def printed(rule: Rule) -> Kernel | Reason:
                 torch_compat.note_generated_code([function.source[True]])
                 columns, sums = _columns(rule, inputs, function.arguments), tuple(rule.totals.items())
                 return Kernel(None, function, columns, device=rule.device, width=rule.width, sums=sums)
-            of = gm.graph
-            source = codegen.flat_kernel(of, rule.width) if rule.flat else codegen.number_kernel(of)
+            if rule.flat:
+                source = codegen.flat_kernel(gm.graph, rule.width)
+            else:
+                source = codegen.number_kernel(gm.graph)
         except NoSpelling as error:
             language = "Triton" if rule.is_tabled else "C++"
             return Reason(f"printed {language} has no {error}", rule.operations)

@@ -78,11 +78,13 @@ def _joined(values: Sequence[Any]) -> Any:
 class _Instance:
     """Instance of a family: where its inputs are among the arguments of a step."""
 
-    def __init__(self, program: graph.StepProgram, states: Sequence[graph.StateTensor], number: int) -> None:
+    def __init__(
+        self, program: graph.StepProgram, states: Sequence[graph.StateTensor], instance: int
+    ) -> None:
         repetition = program.repetition
         own = (None, repetition.owners[states[0].position])
         positions = [i for i, owner in enumerate(repetition.owners) if owner in own]
-        self._index = {i: repetition.input_of(i, number) for i in positions}
+        self._index = {i: repetition.input_of(i, instance) for i in positions}
         self._terms = {}
         for each in program.expansions:
             if (index := self._index.get(each.position)) is not None:
@@ -139,7 +141,9 @@ def observers(program: graph.StepProgram, reference: graph.StepProgram) -> list[
     for states in by_family.values():
         held = {state.position: [*whole.held(state)] for state in states}
         after = [(node, state) for state in states for node in held[state.position]]
-        before = [(n, state) for state in states for n in (*held[state.position], whole.intended(state))]
+        before = [
+            (node, state) for state in states for node in (*held[state.position], whole.intended(state))
+        ]
         found.append(Observer(program, states, whole.sampled(before), whole.sampled(after)))
     return found
 

@@ -159,11 +159,12 @@ def compile_with_inductor(
     gm: torch.fx.GraphModule,
     example_inputs: Sequence[Any],
     *,
+    inner_compile: Callable[..., Any],
     decompositions: dict[Any, Callable[..., Any]] | None,
-    symbols_left_out: Set[str],
-    **options: Any,
+    config_patches: dict[str, Any] | None,
+    symbols_left_out: Set[str] = frozenset(),
 ) -> Callable[..., Any]:
-    """Compile a Dynamo graph through AOTAutograd, with options of ``compile_fx`` such as ``inner_compile``.
+    """Compile a Dynamo graph through AOTAutograd, with ``inner_compile`` instead of Inductor's own.
 
     AOTAutograd applies ``decompositions``; None are Inductor's own (:func:`functional_decompositions`): then
     only ``inner_compile`` differs from plain Inductor. AOTAutograd's cache is off: on a hit it would return
@@ -178,12 +179,22 @@ def compile_with_inductor(
             stack.enter_context(keeping_numbers_symbolic(symbols_left_out))
             if all(value.device.type == "cpu" for value in tensors):
                 stack.enter_context(without_patterns())
-        compiled = compile_fx(gm, list(example_inputs), decompositions=decompositions, **options)
+        compiled = compile_fx(
+            gm,
+            list(example_inputs),
+            inner_compile=inner_compile,
+            decompositions=decompositions,
+            config_patches=config_patches,
+        )
     return cast(Callable[..., Any], compiled)
 
 
-#: Function that returns the Inductor configuration of a ``torch.compile`` mode.
-mode_options: Callable[[str], dict[str, Any]] = list_mode_options
+def mode_options(mode: str) -> dict[str, Any]:
+    """Return the Inductor configuration of a ``torch.compile`` mode.
+
+    Raises RuntimeError for a mode unknown to torch.
+    """
+    return dict(list_mode_options(mode))
 
 
 def cpp_compilers() -> list[str]:

@@ -71,6 +71,7 @@ def register_placed_lowering(operator: Any, element_function: Callable[..., Any]
 def register_block_lowerings(
     operators: tuple[Any, Any, Any],
     element_functions: tuple[Callable[..., Any], Callable[..., Any], Callable[..., Any]],
+    *,
     block: int,
     dtype_of_codes: Mapping[tuple[int, bool], torch.dtype],
 ) -> None:

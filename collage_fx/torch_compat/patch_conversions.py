@@ -173,7 +173,9 @@ def watch_conversions(watch: Watch) -> None:
         finally:
             patch_optimizers.tracing_whole.reset(token)
 
-    def converter(original: Callable[..., Any], compiler_fn: Any, *args: Any, **kwargs: Any) -> Any:
+    def convert_frame_assert(
+        original: Callable[..., Any], compiler_fn: Any, *args: Any, **kwargs: Any
+    ) -> Any:
         convert = original(compiler_fn, *args, **kwargs)
         backend, keywords = backend_within(compiler_fn)
         if not watch.is_watched(backend):
@@ -187,7 +189,7 @@ def watch_conversions(watch: Watch) -> None:
             watch.handed_over(backend, keywords, function)
         return _Watched(convert, watched)
 
-    CONVERSIONS.install(converter)
+    CONVERSIONS.install(convert_frame_assert)
     COMPILED_CALLS.install(functools.partial(_decide, watch))
 
 

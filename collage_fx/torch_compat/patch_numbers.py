@@ -8,6 +8,7 @@ import sys
 from collections.abc import Callable, Iterator, Set
 from typing import Any
 
+import torch
 from torch._dynamo import source as sources
 from torch._dynamo.exc import TensorifyScalarRestartAnalysis
 from torch._dynamo.symbolic_convert import TensorifyState
@@ -89,7 +90,9 @@ def keeping_numbers_symbolic(left_out: Set[str]) -> contextlib.AbstractContextMa
     ``left_out``, which become constants only if a symbol of the graph does.
     """
 
-    def tensorify(original: Callable[..., None], gm: Any, shape_env: Any, fake_mode: Any) -> None:
+    def tensorify(
+        original: Callable[..., None], gm: torch.fx.GraphModule, shape_env: Any, fake_mode: Any
+    ) -> None:
         burned_in_before = set(TensorifyState.force_specializations)
         try:
             original(gm, shape_env, fake_mode)
