@@ -68,16 +68,22 @@ _PLAIN_GRADIENT = Tensor, ("gradient", (False, False, False), False), False
 MOST_PATTERNS = 16
 
 
-class Given(int):
-    """Template of a real tensor: its index among the tensors that a segment's calls are given or return."""
+@dataclass(slots=True, eq=False)
+class Place:
+    """Template of a tensor. All calls of a pattern that are given or return the tensor share it."""
 
-
-class Value(int):
-    """Template of a deferred tensor: its number in the segment."""
+    number: int  # of a deferred tensor: its number in the segment; else how many real tensors are met before
+    spec: Spec
+    is_real: bool
+    tensor: Any = None  # that stands there in the step under way; a deferred tensor also before
 
 
 class Number(int):
     """Template of a number: its index among the numbers of a segment."""
+
+
+class Other:
+    """Template of a result of a call that is executed, if it is neither a tensor nor a list of results."""
 
 
 class Unmatchable(Exception):
@@ -94,20 +100,23 @@ class Call:
     is_executed: bool = False  # at once
     result: Any = None
 
+    def of_other(self, result: Any) -> Any:
+        """Return the template of a result that is no tensor: any such result of a call that is executed."""
+        if isinstance(result, (list, tuple, dict)) or (result is not None and not self.is_executed):
+            raise Unmatchable
+        return Other if self.is_executed else None
+
 
 @dataclass(slots=True)
 class Input:
     """Real tensor that a pattern's operations read or write."""
 
     value: int  # its number in the segment
-    place: int | None  # among the tensors that calls are given; None if they are given its views alone
+    place: Place | None  # None if calls are given its views alone
     tensor: TensorWeakRef  # that was recorded
-    spec: Spec
     storage: int  # identifier of its memory
     kind: Any  # other facts that code depends on
-    is_written: bool
-    is_plain_gradient: bool  # without error terms, and no view
-    views: list[tuple[int, Any]] = field(default_factory=list)  # places and layouts of its views
+    views: list[tuple[Place, Any]] = field(default_factory=list)  # with their layouts
 
 
 @dataclass(eq=False)
@@ -118,16 +127,13 @@ class Pattern:
     end: Call | None  # that asks for a value; None at the end of a step
     segment: Segment  # without tensors
     kept: Sequence[int]  # numbers of the results that outlive it
-    lasting: Sequence[int]  # these, and the numbers of the results that they are views of
+    lasting: Sequence[Place]  # these, and the results that they are views of
+    passing: Sequence[Place]  # other results: their deferred tensors are the same in each step
     inputs: list[Input]
-    others: list[tuple[int, TensorWeakRef]]  # other real tensors that recorded calls are given, with places
-    specs: list[Spec]  # of all real tensors that calls are given or return, by place
     numbers: list[float]  # among the calls' arguments, as recorded
     is_constant: list[bool]  # for each of them whether the code has it as a constant
     sources: list[int | None]  # for each of the operations' numbers its index; None if it is always the same
     parts: Sequence[Part]
-    objects: list[Deferred | None]  # for the results that do not outlive it, by number
-    passing: list[int]  # numbers of these results
     bound: Collection[int] = ()  # numbers of the inputs that the code has as its own tensors
     equal: list[tuple[int, int]] = field(default_factory=list)  # of numbers that are one input of the code
     has_matched: bool = False
@@ -138,10 +144,8 @@ class Pattern:
         known = self.numbers[index]
         return type(number) is type(known) and (number == known or not self.is_constant[index])
 
-    def renew(self, number: int) -> None:
-        """Make a new deferred tensor for a result, as a step has taken over the old tensor."""
-        if self.objects[number] is not None:
-            self.objects[number] = Deferred.of(self.segment.values[number].spec, number)
+    def is_stale(self) -> bool:
+        return any(part.compiled.owner.is_stale for part in self.parts)
 
 
 class Matcher(TorchFunctionMode):
@@ -167,6 +171,8 @@ class Matcher(TorchFunctionMode):
         self.has_matched = False  # whether all calls of the last step have been matched
         self._is_in_step = False
         self._is_matching = False
+        self._pattern: Pattern | None = None
+        self._given: dict[int, Place] = {}  # real tensors that calls are given or return, by ``id``
         self._begin_segment(is_matchable=False)
 
     # -- a step
@@ -185,7 +191,10 @@ class Matcher(TorchFunctionMode):
     @torch.compiler.disable
     def finish(self, *, successfully: bool) -> None:
         recorder, self._is_in_step = self._recorder, False
-        if successfully and self._pattern is not None:
+        if not successfully:
+            for result in self._results_so_far().values():
+                result.tensor = None
+        elif self._pattern is not None:
             if self._is_at_end(None):
                 self._run(self._pattern)
             else:
@@ -234,22 +243,17 @@ class Matcher(TorchFunctionMode):
                 self._patterns.append([])
             self._siblings = self._patterns[self._segments]
         self._segments += 1
-        self._given: list[Tensor] = []
-        self._places: dict[int, int] = {}
-        self._made: set[int] = set()
+        for place in self._given.values():
+            place.tensor = None
+        self._given.clear()
+        self._results: dict[int, Place] = {}
         self._numbers: list[float] = []
         self._calls: list[Call] = []
         self._sources: list[int | None] = []
         self._next = 0
         self._operations = 0
-        self._objects: list[Deferred | None] = []
-        self._go_on_with(next(iter(self._siblings), None))
-
-    def _go_on_with(self, pattern: Pattern | None) -> None:
-        self._pattern = pattern
-        self._recorder.interrupted = None if pattern is None else self._record
-        if pattern is not None:
-            self._objects = pattern.objects.copy()
+        self._pattern = next(iter(self._siblings), None)
+        self._recorder.interrupted = None if self._pattern is None else self._record
 
     # -- calls that are matched
 
@@ -261,7 +265,7 @@ class Matcher(TorchFunctionMode):
             return first.calls[i]  # as most calls do
         for pattern in self._alike():
             if i < len(pattern.calls) and self._is_same(pattern, pattern.calls[i], func, values, names):
-                self._change_to(pattern)
+                self._pattern = pattern
                 return pattern.calls[i]
         return None
 
@@ -271,7 +275,7 @@ class Matcher(TorchFunctionMode):
             if self._next != len(pattern.calls) or (pattern.end is None) != (called is None):
                 continue
             if pattern.end is None or called is None or self._is_same(pattern, pattern.end, *called):
-                self._change_to(pattern)
+                self._pattern = pattern
                 return self._fits(pattern)
         return False
 
@@ -280,32 +284,25 @@ class Matcher(TorchFunctionMode):
         if call.function != func or len(values) != len(call.arguments) or names != call.names:
             return False
         numbers, given = len(self._numbers), len(self._given)
-        objects, places = self._objects, self._places
         for template, value in zip(call.arguments, values, strict=True):
-            kind = type(template)
-            if kind is Value:  # the two most frequent kinds of arguments, without a call
-                is_alike = value is objects[template]
-            elif kind is Given and (place := places.get(id(value))) is not None:
-                is_alike = place == template
-            else:
-                is_alike = self._is_alike(pattern, template, value)
-            if not is_alike:
+            if type(template) is Place and template.tensor is value is not None:
+                continue  # as most arguments, without a call
+            if not self._is_alike(pattern, template, value):
                 del self._numbers[numbers:]
-                for tensor in self._given[given:]:
-                    del self._places[id(tensor)]
-                del self._given[given:]
+                while len(self._given) > given:
+                    self._given.popitem()[1].tensor = None
                 return False
         return True
 
     def _is_alike(self, pattern: Pattern, template: Any, value: Any) -> bool:
         kind = type(template)
-        if kind is Value:
-            return value is self._objects[template]
-        if kind is Given:
+        if kind is Place:
             value = real(value)
-            if template == len(self._given) and id(value) not in self._places and isinstance(value, Tensor):
-                return Spec.of(value) == pattern.specs[template] and self._meet(value) == template
-            return self._places.get(id(value)) == template
+            if type(value) is Deferred or not template.is_real or not isinstance(value, Tensor):
+                return value is template.tensor is not None
+            if id(value) in self._given or template.number != len(self._given):
+                return self._given.get(id(value)) is template
+            return Spec.of(value) == template.spec and self._meet(value, template) is template
         if kind is Number:
             if not pattern.takes(template, value):
                 return False
@@ -317,60 +314,48 @@ class Matcher(TorchFunctionMode):
                 and len(value) == len(template) - 1
                 and all(self._is_alike(pattern, *each) for each in zip(template[1:], value, strict=True))
             )
+        if template is Other:
+            return not isinstance(value, Tensor) and type(value) not in (list, tuple)
         return type(value) is kind and bool(value == template)
 
-    def _meet(self, tensor: Tensor) -> int:
+    def _meet(self, tensor: Tensor, place: Place | None = None) -> Place:
         """Return the place of a real tensor, which is noted if it is new."""
-        if id(tensor) not in self._places:
-            self._places[id(tensor)] = len(self._given)
-            self._given.append(tensor)
-        return self._places[id(tensor)]
+        if id(tensor) not in self._given:
+            place = place or Place(len(self._given), Spec.of(tensor), is_real=True)
+            place.tensor, self._given[id(tensor)] = tensor, place
+        return self._given[id(tensor)]
 
     def _result_of(self, call: Call, args: Any, kwargs: dict[str, Any]) -> Any:
         pattern = self._pattern
         assert pattern is not None
         self._next += 1
         if not call.is_executed:
-            return self._value(call.result, pattern, self._objects)
+            return self._value(call.result)
         self._recorder.interrupted = None
         try:
             result = self._called(call.function, args, kwargs)
         finally:
             if self._pattern is not None:
                 self._recorder.interrupted = self._record
-        if not self._is_result(pattern, call.result, result):
+        is_alike = self._is_alike(pattern, call.result, result) and all(
+            each.tensor is None or Spec.of(each.tensor) == each.spec for each in found_in(Place, call.result)
+        )
+        if not is_alike:
             self._record()
             self._is_noting = False
         return result
 
-    def _value(self, template: Any, pattern: Pattern, objects: list[Deferred | None]) -> Any:
+    def _value(self, template: Any) -> Any:
         kind = type(template)
-        if kind is Value:
-            if objects[template] is None:
-                objects[template] = Deferred.of(pattern.segment.values[template].spec, int(template))
-            return objects[template]
-        if kind is Given:
-            return self._given[template]
+        if kind is Place:
+            if template.tensor is None:
+                template.tensor = Deferred.of(template.spec, template.number)
+            return template.tensor
         if kind is Number:
             return self._numbers[template]
         if kind is list:
-            return template[0](self._value(each, pattern, objects) for each in template[1:])
+            return template[0](map(self._value, template[1:]))
         return template
-
-    def _is_result(self, pattern: Pattern, template: Any, result: Any) -> bool:
-        """Return whether an executed call has returned tensors as the pattern's has."""
-        if isinstance(result, Tensor):
-            if type(result) is Deferred and result.executed is None:
-                return type(template) is Value and result is self._objects[template]
-            place = self._meet(result)
-            return type(template) is Given and template == place and Spec.of(result) == pattern.specs[place]
-        if type(result) in (list, tuple):
-            return (
-                type(template) is list
-                and len(template) == len(result) + 1
-                and all(self._is_result(pattern, *each) for each in zip(template[1:], result, strict=True))
-            )
-        return type(template) not in (Value, Given, list)
 
     def _alike(self) -> Iterator[Pattern]:
         """Yield the pattern, and others that begin with the same calls and fit the numbers so far."""
@@ -381,69 +366,55 @@ class Matcher(TorchFunctionMode):
             if (
                 pattern is not first
                 and pattern.calls[:i] == first.calls[:i]
-                and pattern.specs[: len(self._given)] == first.specs[: len(self._given)]
                 and all(pattern.takes(j, number) for j, number in enumerate(self._numbers))
             ):
                 yield pattern
 
-    def _change_to(self, pattern: Pattern) -> None:
-        """Go on with a pattern that has the same calls so far."""
-        before, objects = self._pattern, self._objects
-        if before is None or before is pattern:
-            return
-        self._go_on_with(pattern)
-        for call in pattern.calls[: self._next]:
-            for number in found_in(Value, call.result):
-                if (found := objects[number]) is not None:
-                    self._objects[number] = found
-                    if pattern.objects[number] is not None:
-                        pattern.objects[number] = found
-                    before.renew(number)
+    def _results_so_far(self) -> dict[int, Place]:
+        calls = self._pattern.calls[: self._next] if self._pattern is not None else ()
+        results = found_in(Place, [call.result for call in calls])
+        return {each.number: each for each in results if not each.is_real}
 
     # -- the end of a matched segment
 
     def _fits(self, pattern: Pattern) -> bool:
         """Return whether the code of a pattern, all of whose calls are matched, computes the same."""
-        objects, is_current = self._objects, records_version() == pattern.version
-        # The pattern and the step reference them.
-        if any(sys.getrefcount(objects[number]) > UNREFERENCED + 1 for number in pattern.passing):
+        numbers, is_current = self._numbers, records_version() == pattern.version
+        if any(sys.getrefcount(place.tensor) > UNREFERENCED for place in pattern.passing):
             return False
-        numbers, given = self._numbers, self._given
-        if any(numbers[i] != numbers[j] for i, j in pattern.equal):
-            return False
-        if any(tensor() is not given[place] for place, tensor in pattern.others):
+        if pattern.is_stale() or any(numbers[i] != numbers[j] for i, j in pattern.equal):
             return False
         memory = set()
         for each in pattern.inputs:
             recorded, found = each.tensor(), self._tensor_of(each)
             if found is None or (found is not recorded and not has_storage(found)):
                 return False
-            storage = storage_of(found)
+            storage, is_written = storage_of(found), each.value in pattern.segment.written
             memory.add(storage)
             for place, layout in each.views:
-                if storage_of(given[place]) != storage or layout_of(given[place]) != layout:
+                if storage_of(place.tensor) != storage or layout_of(place.tensor) != layout:
                     return False
             if found is recorded:
                 if storage != each.storage:
                     return False
                 # Code for a tensor that it writes is stale once another graph gives it error terms.
-                if each.is_written or is_current or has_error_terms(found) == each.kind[-1]:
+                if is_written or is_current or has_error_terms(found) == each.kind[-1]:
                     continue
             elif each.value in pattern.bound:
                 return False
-            elif is_current and each.is_plain_gradient and self._is_gradient(found) and is_whole(found):
+            elif is_current and each.kind == _PLAIN_GRADIENT and self._is_gradient(found) and is_whole(found):
                 continue
-            if not is_whole(found) or (each.place is None and Spec.of(found) != each.spec):
+            if not is_whole(found) or Spec.of(found) != pattern.segment.values[each.value].spec:
                 return False
-            if self._kind(found, each.is_written) != each.kind:
+            if self._kind(found, is_written) != each.kind:
                 return False
-        if len(memory) != len(pattern.inputs) or any(p.compiled.owner.is_stale for p in pattern.parts):
-            return False
-        return all(part.compiled.holds is None or self._holds(pattern, part) for part in pattern.parts)
+        return len(memory) == len(pattern.inputs) and all(
+            part.compiled.holds is None or self._holds(pattern, part) for part in pattern.parts
+        )
 
     def _holds(self, pattern: Pattern, part: Part) -> bool:
         tensors = {each.value: self._tensor_of(each) for each in pattern.inputs}
-        tensors |= {n: self._value(Value(n), pattern, self._objects) for n in pattern.lasting}
+        tensors |= {each.number: self._value(each) for each in pattern.lasting}
         part.fill(tensors.__getitem__, self._operands(pattern))
         try:
             return part.compiled.fits(part.function)
@@ -458,8 +429,8 @@ class Matcher(TorchFunctionMode):
 
     def _tensor_of(self, each: Input) -> Tensor | None:
         if each.place is not None:
-            return self._given[each.place]
-        return self._recorder.owner(self._given[each.views[0][0]]) if each.views else each.tensor()
+            return each.place.tensor
+        return self._recorder.owner(each.views[0][0].tensor) if each.views else each.tensor()
 
     def _kind(self, tensor: Tensor, is_written: bool) -> Any:
         """Return the facts about a tensor that code depends on; the last is whether it has error terms."""
@@ -472,9 +443,8 @@ class Matcher(TorchFunctionMode):
         operands = self._operands(pattern)
         for each in pattern.inputs:
             values[each.value].tensor = self._tensor_of(each)
-        for number in pattern.lasting:
-            values[number].tensor = self._value(Value(number), pattern, self._objects)
-        self._objects = []
+        for place in pattern.lasting:
+            values[place.number].tensor, place.tensor = self._value(place), None
         try:
             with recorder.paused(), torch.no_grad():
                 recorder.settle()
@@ -489,8 +459,8 @@ class Matcher(TorchFunctionMode):
                     part.function.tensors = []
                 recorder.make_views(segment, pattern.kept)
         finally:
-            for number in (*(each.value for each in pattern.inputs), *pattern.lasting):
-                values[number].tensor = None
+            for value in values:
+                value.tensor = None
         pattern.version = records_version()
 
     def _put_together(self, pattern: Pattern, operands: Sequence[float]) -> None:
@@ -552,41 +522,38 @@ class Matcher(TorchFunctionMode):
         if (pattern := self._pattern) is None:
             return
         recorder, self.has_matched = self._recorder, False
+        self._calls, self._sources = pattern.calls[: self._next], []
+        self._results = self._results_so_far()
         self._pattern = recorder.interrupted = None
-        objects, self._objects = self._objects, []
-        self._calls = pattern.calls[: self._next]
-        self._made.update(*(found_in(Given, call.result) for call in self._calls if call.is_executed))
-        self._sources = []
-        with recorder if recorder.is_dispatching else nullcontext():
-            for call in self._calls:
-                if call.is_executed:
-                    continue
-                first = len(recorder.segment.operations)
-                values = [self._value(template, pattern, objects) for template in call.arguments]
-                named = len(values) - len(call.names)
-                kwargs = dict(zip(call.names, values[named:], strict=True))
-                made = self._called(call.function, values[:named], kwargs)
-                self._take_over(call.result, made, objects, pattern)
-                del values, kwargs, made
-                self._note_sources(call, first)
+        try:
+            with recorder if recorder.is_dispatching else nullcontext():
+                for call in self._calls:
+                    if call.is_executed:
+                        continue
+                    first = len(recorder.segment.operations)
+                    values = [*map(self._value, call.arguments)]
+                    named = len(values) - len(call.names)
+                    kwargs = dict(zip(call.names, values[named:], strict=True))
+                    self._take_over(call.result, self._called(call.function, values[:named], kwargs))
+                    del values, kwargs
+                    self._note_sources(call, first)
+        finally:
+            for result in self._results.values():
+                result.tensor = None  # later steps get others
         self._operations = len(recorder.segment.operations)
 
-    def _take_over(
-        self, template: Any, made: Any, objects: Sequence[Deferred | None], pattern: Pattern
-    ) -> None:
+    def _take_over(self, template: Any, made: Any) -> None:
         """Replace the deferred tensors just recorded by the deferred tensors that the step has."""
         if type(template) is list:
             for each in zip(template[1:], made, strict=True):
-                self._take_over(*each, objects, pattern)
-        elif type(template) is Value and (given := objects[template]) is not made:
-            assert given is not None
-            if pattern.objects[template] is given:
-                pattern.renew(template)
+                self._take_over(*each)
+        elif type(template) is Place and (given := template.tensor) is not made:
+            assert type(given) is Deferred
             if type(made) is not Deferred:  # its operator is executed at once by now
                 self._is_noting = False
                 self._recorder.take_over(given, made.detach())
                 return
-            self._is_noting = self._is_noting and made.value == template
+            self._is_noting = self._is_noting and made.value == template.number
             self._recorder.segment.values[made.value].tensor = given
             given.value = made.value
 
@@ -598,7 +565,8 @@ class Matcher(TorchFunctionMode):
         self._is_noting = self._is_noting and first == self._operations and not torch.is_grad_enabled()
         if self._is_noting:
             try:
-                call = Call(func, [*map(self._template, (*args, *kwargs.values()))], tuple(kwargs))
+                arguments = [self._template(each, self._constant) for each in (*args, *kwargs.values())]
+                call = Call(func, arguments, tuple(kwargs))
             except Unmatchable:
                 self._is_noting = False
         result = self._called(func, args, kwargs)
@@ -609,11 +577,11 @@ class Matcher(TorchFunctionMode):
             self._begin_after(result)
         elif call is not None:
             self._operations = len(recorder.segment.operations)
-            call.is_executed = self._operations == first
+            call.is_executed, given = self._operations == first, len(self._given)
             try:
-                if recorder.executed > executed and not call.is_executed:
+                call.result = self._template(result, call.of_other)
+                if not call.is_executed and (recorder.executed > executed or len(self._given) > given):
                     raise Unmatchable
-                call.result = self._template_of(result, is_executed=call.is_executed)
                 self._note_sources(call, first)
                 self._calls.append(call)
             except Unmatchable:
@@ -641,41 +609,31 @@ class Matcher(TorchFunctionMode):
             return True
         return not has_storage(tensor) or storage_of(tensor) in self._recorder.segment.of_storage
 
-    def _template(self, value: Any) -> Any:
+    def _template(self, value: Any, of_other: Callable[[Any], Any]) -> Any:
+        """Return the template of tensors, also in lists; ``of_other`` returns templates of other values."""
         kind = type(value)
         if isinstance(value, Tensor):
             value = real(value)
             if type(value) is Deferred:
                 if not self._recorder.segment.has(value):
                     raise Unmatchable
-                return Value(value.value)
+                number = value.value
+                return self._results.setdefault(number, Place(number, value.spec, is_real=False))
             if is_wrapper(kind) or not has_storage(value):
                 raise Unmatchable
-            return Given(self._meet(value))
+            return self._meet(value)
+        if kind is list or kind is tuple:
+            return [kind, *(self._template(each, of_other) for each in value)]
+        return of_other(value)
+
+    def _constant(self, value: Any) -> Any:
+        kind = type(value)
         if kind is float or kind is int:
             self._numbers.append(value)
             return Number(len(self._numbers) - 1)
-        if kind is list or kind is tuple:
-            return [kind, *map(self._template, value)]
         if kind not in CONSTANTS:
             raise Unmatchable
         return value
-
-    def _template_of(self, result: Any, *, is_executed: bool) -> Any:
-        if isinstance(result, Tensor):
-            if type(result) is Deferred and result.executed is None:
-                return self._template(result)
-            if (place := self._places.get(id(result))) is None:
-                if not is_executed or not has_storage(result):
-                    raise Unmatchable
-                place = self._meet(result)
-                self._made.add(place)
-            return Given(place)
-        if type(result) in (list, tuple):
-            return [type(result), *(self._template_of(each, is_executed=is_executed) for each in result)]
-        if isinstance(result, (list, tuple, dict)) or (result is not None and not is_executed):
-            raise Unmatchable
-        return None
 
     def _note_sources(self, call: Call, first: int) -> None:
         """Note which of a call's numbers the numbers of its operations are."""
@@ -698,11 +656,14 @@ class Matcher(TorchFunctionMode):
         """Begin a segment after a call that has ended a segment, and returned ``result``."""
         has_begun = len(self._recorder.segment.operations) > 0  # by that call
         self._begin_segment(is_matchable=not has_begun)
-        for tensor in found_in(Tensor, result):
-            if type(tensor) is not Deferred and id(tensor) not in self._places:
-                self._made.add(self._meet(tensor))
-        met = [*map(Spec.of, self._given)]
-        self._go_on_with(next((each for each in self._siblings if each.specs[: len(met)] == met), None))
+        returned = [each for each in found_in(Tensor, result) if type(each) is not Deferred]
+        if not (returned and self._is_noting):
+            return
+        if self._pattern is not None and self._matched(None, returned, ()) is not None:
+            self._next += 1
+        else:
+            self._pattern = self._recorder.interrupted = None
+            self._calls.append(Call(None, [*map(self._meet, returned)], (), is_executed=True))
 
     def _add_pattern(self, end: Call | None) -> None:
         """Make a pattern of the segment that has just been executed, and add it to its siblings."""
@@ -716,42 +677,36 @@ class Matcher(TorchFunctionMode):
         used = {value for each in found for value in each.function.inputs}
         used |= {base for value in kept if segment.is_input(base := segment.base(value))}
         inputs = []
-        for number, each in ((number, segment.values[number]) for number in sorted(used)):
-            kind = self._kind(each.tensor, is_written := number in segment.written)
-            known = self._places.get(id(each.tensor)), TensorWeakRef(each.tensor), each.spec
-            is_plain = known[0] is not None and kind == _PLAIN_GRADIENT
-            inputs.append(Input(number, *known, storage_of(each.tensor), kind, is_written, is_plain))
-        inputs_at = {each.place for each in inputs}
-        calls = [call.arguments for call in self._calls if not call.is_executed]
-        recorded = {*found_in(Given, calls)}
+        for number in sorted(used):
+            tensor = segment.values[number].tensor
+            kind = self._kind(tensor, number in segment.written)
+            place = self._given.get(id(tensor))
+            inputs.append(Input(number, place, TensorWeakRef(tensor), storage_of(tensor), kind))
+        direct = [each.place for each in inputs]
         of_storage = {each.storage: each for each in inputs}
-        others: list[tuple[int, TensorWeakRef]] = []
-        for place, tensor in enumerate(self._given):
-            if place in recorded and place not in inputs_at:
-                if (viewed := of_storage.get(storage_of(tensor))) is not None:
-                    viewed.views.append((place, layout_of(tensor)))
-                elif place not in self._made:
-                    others.append((place, TensorWeakRef(tensor)))
+        recorded = found_in(Place, [call.arguments for call in self._calls if not call.is_executed])
+        for place in dict.fromkeys(each for each in recorded if each.is_real and each not in direct):
+            if (viewed := of_storage.get(storage_of(place.tensor))) is not None:
+                viewed.views.append((place, layout_of(place.tensor)))
         changing = {each.function.positions[i] for each in found for i in each.compiled.inputs}
         is_constant = [True] * len(self._numbers)
         at = [(source, position) for position, source in enumerate(self._sources) if source is not None]
         for i, positions in groupby(sorted(at), itemgetter(0)):
             is_constant[i] = not changing.issuperset(position for _, position in positions)
-        objects: list[Deferred | None] = [None] * len(segment.values)
-        for call in self._calls:
-            for number in found_in(Value, call.result):
-                if number not in lasting and objects[number] is None:
-                    objects[number] = Deferred.of(segment.values[number].spec, number)
-        specs = [*map(Spec.of, self._given)]
-        passing = [number for number, each in enumerate(objects) if each is not None]
+        results = {number: each for number, each in self._results.items() if number not in lasting}
+        places = [
+            self._results.get(number) or Place(number, segment.values[number].spec, is_real=False)
+            for number in sorted(lasting)
+        ]
         for value in segment.values:
             value.tensor = None
         pattern = Pattern(
-            self._calls, end, segment, kept, sorted(lasting), inputs, others, specs,
-            self._numbers, is_constant, self._sources, found, objects, passing,
+            self._calls, end, segment, kept, places, [*results.values()], inputs, self._numbers, is_constant,
+            self._sources, found,
         )  # fmt: skip
-        others_than = pattern.end, pattern.calls, specs  # one with the same has other constants or tensors
-        kept_on = [each for each in siblings if (each.end, each.calls, each.specs) != others_than]
+        kept_on = [
+            each for each in siblings if (each.end, each.calls) != (end, self._calls) and not each.is_stale()
+        ]
         siblings[:] = [pattern, *kept_on[: MOST_PATTERNS - 1]]
         self._added.append(pattern)
 
