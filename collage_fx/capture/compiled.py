@@ -25,7 +25,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from types import CodeType
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 from weakref import WeakSet, ref
 
 import torch
@@ -33,7 +33,7 @@ from torch import Tensor
 from torch.fx import GraphModule
 from torch.optim import Optimizer
 
-from collage_fx.capture.segment import RecordedFunction, real
+from collage_fx.capture.segment import RecordedFunction
 from collage_fx.torch_compat import BurnedIn, SymbolicScope, compiling, records
 
 
@@ -115,15 +115,15 @@ class Compiled:
         if self.holds is None:
             return True
         inputs = [numbers[i] for i in self.inputs]
-        return self.holds([*function.passed(), *inputs, *(function.sizes if self.takes_sizes else ())])
+        return self.holds([*function.tensors(), *inputs, *(function.sizes if self.takes_sizes else ())])
 
     def __call__(self, function: RecordedFunction) -> None:
         """Call the code on a function's tensors, numbers and sizes."""
         numbers: Sequence[Tensor] = ()
         if self.inputs:
-            values = [function.numbers[i] for i in self.inputs]
-            numbers = torch.tensor(values, dtype=torch.float64).unbind()
-        self.code(*function.passed(), *numbers, *(function.sizes if self.takes_sizes else ()))
+            known = function.numbers
+            numbers = torch.tensor([known[i] for i in self.inputs], dtype=torch.float64).unbind()
+        self.code(*function.tensors(), *numbers, *(function.sizes if self.takes_sizes else ()))
 
 
 class Part(NamedTuple):
@@ -131,11 +131,6 @@ class Part(NamedTuple):
 
     function: RecordedFunction
     compiled: Compiled
-
-    def fill(self, tensor_of: Callable[[int], Tensor | None], operands: Sequence[float]) -> None:
-        """Give the function the tensors of a step, by their numbers, and the numbers of all operations."""
-        self.function.numbers = [operands[position] for position in self.function.positions]
-        self.function.tensors = [cast(Tensor, real(tensor_of(value))) for value in self.function.values]
 
 
 def compiled_for(
@@ -156,7 +151,7 @@ def compiled_for(
         values = [*(numbers[i] for i in inputs), *(function.sizes if takes_sizes else ())]
         try:
             with compiling(), scope, compiling_for(owner):
-                tensors = [scope.input(tensor, has_symbols=takes_sizes) for tensor in function.passed()]
+                tensors = [scope.input(tensor, has_symbols=takes_sizes) for tensor in function.tensors()]
                 examples = [*tensors, *map(scope.input, values)]
                 module = function.module(inputs, takes_sizes=takes_sizes, scope=scope)
                 code = compile_graph(module, examples, function.is_together)

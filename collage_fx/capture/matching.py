@@ -276,7 +276,9 @@ class Matcher(TorchFunctionMode):
                 continue
             if pattern.end is None or called is None or self._is_same(pattern, pattern.end, *called):
                 self._pattern = pattern
-                return self._fits(pattern)
+                if not (fits := self._fits(pattern)):
+                    pattern.segment.forget_tensors()
+                return fits
         return False
 
     def _is_same(self, pattern: Pattern, call: Call, func: Any, values: Any, names: tuple[str, ...]) -> bool:
@@ -378,8 +380,11 @@ class Matcher(TorchFunctionMode):
     # -- the end of a matched segment
 
     def _fits(self, pattern: Pattern) -> bool:
-        """Return whether the code of a pattern, all of whose calls are matched, computes the same."""
-        numbers, is_current = self._numbers, records_version() == pattern.version
+        """Return whether the code of a pattern, all of whose calls are matched, computes the same.
+
+        The segment has the step's tensors and numbers then.
+        """
+        numbers, segment, is_current = self._numbers, pattern.segment, records_version() == pattern.version
         if any(sys.getrefcount(place.tensor) > UNREFERENCED for place in pattern.passing):
             return False
         if pattern.is_stale() or any(numbers[i] != numbers[j] for i, j in pattern.equal):
@@ -389,7 +394,8 @@ class Matcher(TorchFunctionMode):
             recorded, found = each.tensor(), self._tensor_of(each)
             if found is None or (found is not recorded and not has_storage(found)):
                 return False
-            storage, is_written = storage_of(found), each.value in pattern.segment.written
+            storage, is_written = storage_of(found), each.value in segment.written
+            segment.values[each.value].tensor = found
             memory.add(storage)
             for place, layout in each.views:
                 if storage_of(place.tensor) != storage or layout_of(place.tensor) != layout:
@@ -404,28 +410,19 @@ class Matcher(TorchFunctionMode):
                 return False
             elif is_current and each.kind == _PLAIN_GRADIENT and self._is_gradient(found) and is_whole(found):
                 continue
-            if not is_whole(found) or Spec.of(found) != pattern.segment.values[each.value].spec:
+            if not is_whole(found) or Spec.of(found) != segment.values[each.value].spec:
                 return False
             if self._kind(found, is_written) != each.kind:
                 return False
-        return len(memory) == len(pattern.inputs) and all(
-            part.compiled.holds is None or self._holds(pattern, part) for part in pattern.parts
-        )
-
-    def _holds(self, pattern: Pattern, part: Part) -> bool:
-        tensors = {each.value: self._tensor_of(each) for each in pattern.inputs}
-        tensors |= {each.number: self._value(each) for each in pattern.lasting}
-        part.fill(tensors.__getitem__, self._operands(pattern))
-        try:
-            return part.compiled.fits(part.function)
-        finally:
-            part.function.tensors = []
-
-    def _operands(self, pattern: Pattern) -> list[float]:
-        return [
-            known if source is None else float(self._numbers[source])
-            for known, source in zip(pattern.segment.numbers, pattern.sources, strict=True)
+        if len(memory) != len(pattern.inputs):
+            return False
+        segment.numbers = [
+            known if source is None else float(numbers[source])
+            for known, source in zip(segment.numbers, pattern.sources, strict=True)
         ]
+        for place in pattern.lasting:
+            segment.values[place.number].tensor = self._value(place)
+        return all(part.compiled.holds is None or part.compiled.fits(part.function) for part in pattern.parts)
 
     def _tensor_of(self, each: Input) -> Tensor | None:
         if each.place is not None:
@@ -438,32 +435,26 @@ class Matcher(TorchFunctionMode):
 
     @torch.compiler.disable
     def _run(self, pattern: Pattern) -> None:
-        recorder, segment, values = self._recorder, pattern.segment, pattern.segment.values
+        recorder, segment = self._recorder, pattern.segment
         self._pattern = recorder.interrupted = None
-        operands = self._operands(pattern)
-        for each in pattern.inputs:
-            values[each.value].tensor = self._tensor_of(each)
-        for place in pattern.lasting:
-            values[place.number].tensor, place.tensor = self._value(place), None
         try:
             with recorder.paused(), torch.no_grad():
                 recorder.settle()
                 for number in dict.fromkeys(map(segment.base, pattern.kept)):
                     if not segment.is_input(number):
-                        recorder.take_over(values[number].tensor)
+                        recorder.take_over(segment.values[number].tensor)
                 if not pattern.has_matched:
-                    self._put_together(pattern, operands)
+                    self._put_together(pattern)
                 for part in pattern.parts:
-                    part.fill(lambda number: values[number].tensor, operands)
                     part.compiled(part.function)
-                    part.function.tensors = []
                 recorder.make_views(segment, pattern.kept)
         finally:
-            for value in values:
-                value.tensor = None
+            segment.forget_tensors()
+            for place in pattern.lasting:
+                place.tensor = None
         pattern.version = records_version()
 
-    def _put_together(self, pattern: Pattern, operands: Sequence[float]) -> None:
+    def _put_together(self, pattern: Pattern) -> None:
         """Compile the components of a pattern as one graph at its first match, if that is possible."""
         pattern.has_matched = True
         segment = pattern.segment
@@ -481,7 +472,6 @@ class Matcher(TorchFunctionMode):
         kept = [number for part in several for number in part.function.kept]
         function = RecordedFunction(segment, operations, kept, self._recorder.kind_of)
         positions = function.positions
-        function.numbers = [operands[position] for position in positions]
         changing = {part.function.positions[i] for part in several for i in part.compiled.inputs}
         changed = [i for i, position in enumerate(positions) if position in changing]
         first: dict[Any, int] = {}
@@ -489,8 +479,8 @@ class Matcher(TorchFunctionMode):
         equal: dict[tuple[int, int], None] = {}
         for i in changed:
             source = pattern.sources[positions[i]]
-            always = segment.numbers[positions[i]], operands[positions[i]]
-            shared[i] = first.setdefault(always, i)
+            now = segment.numbers[positions[i]]
+            shared[i] = first.setdefault((now if source is None else pattern.numbers[source], now), i)
             other = pattern.sources[positions[shared[i]]]
             if source is not None and other is not None and source != other:
                 equal[source, other] = None
@@ -698,8 +688,7 @@ class Matcher(TorchFunctionMode):
             self._results.get(number) or Place(number, segment.values[number].spec, is_real=False)
             for number in sorted(lasting)
         ]
-        for value in segment.values:
-            value.tensor = None
+        segment.forget_tensors()
         pattern = Pattern(
             self._calls, end, segment, kept, places, [*results.values()], inputs, self._numbers, is_constant,
             self._sources, found,

@@ -340,7 +340,7 @@ class Recorder(torch_compat.TorchDispatchMode):
         operation = Operation(signature).with_arguments(args, kwargs, self._value_of)
         predicted, takes_integers = self._predict(operation, args, kwargs)
         if operation.numbers and takes_integers:
-            operation = operation.with_integers()
+            operation = Operation(signature, has_integers=True).with_arguments(args, kwargs, self._value_of)
         for name in signature.writes:
             segment.written.update(segment.base(self._value_of(t)) for t in found_in(Tensor, given[name]))
         returned = []
@@ -488,7 +488,6 @@ class Recorder(torch_compat.TorchDispatchMode):
             key = function.form if takes_sizes else (function.form, *key[1:])
             self._compiled.setdefault(key, known)
             self._first_met.setdefault(function.form, self._steps)
-        function.tensors = []
         return Part(function, compiled)
 
     def _compile(self, function: RecordedFunction, *, takes_sizes: bool) -> Compiled:

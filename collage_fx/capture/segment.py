@@ -196,6 +196,7 @@ class Operation:
     sizes: list[int] = field(default_factory=list)
     results: list[int] = field(default_factory=list)  # values that it makes, in the order of its results
     first_number: int = 0  # position of its first number among the numbers of the segment
+    has_integers: bool = False  # whether integers to calculate with are constants, part of the form
 
     def with_arguments(
         self, args: Sequence[Any], kwargs: dict[str, Any], number_of: Callable[[Tensor], int]
@@ -215,7 +216,7 @@ class Operation:
             return Tensor
         if isinstance(argument, (list, tuple)):
             return tuple([self._taken_apart(element, quantity, number_of) for element in argument])
-        if quantity == "number" and (kind is float or kind is int):
+        if quantity == "number" and (kind is float or (kind is int and not self.has_integers)):
             self.numbers.append(float(argument))
             return kind
         if quantity == "size" and argument in SIZES:
@@ -229,20 +230,6 @@ class Operation:
         left = {Tensor: iter(tensors), float: numbers, int: numbers, torch.SymInt: iter(sizes)}
         args, named = map_aggregate(self.form, lambda x: next(left[x]) if isinstance(x, type) else x)
         return args, dict(named)
-
-    def with_integers(self) -> Operation:
-        """Return a copy whose integer numbers are constants, hence part of the cache key."""
-        numbers = iter(self.numbers)
-        left: list[float] = []
-
-        def argument(each: Any) -> Any:
-            if each is int:
-                return int(next(numbers))
-            if each is float:
-                left.append(next(numbers))
-            return each
-
-        return Operation(self.signature, map_aggregate(self.form, argument), self.tensors, left, self.sizes)
 
 
 @dataclass(slots=True)
@@ -261,7 +248,7 @@ class Segment:
 
     values: list[_Value] = field(default_factory=list)
     operations: list[Operation] = field(default_factory=list)
-    numbers: list[float] = field(default_factory=list)  # of all operations
+    numbers: list[float] = field(default_factory=list)  # of all operations, in a step that is matched its own
     inputs: dict[Any, int] = field(default_factory=dict)  # real tensors met, by their storage and layout
     of_storage: dict[int, int] = field(default_factory=dict)  # storage -> number of the input that spans it
     written: set[int] = field(default_factory=set)  # values that operations overwrite; all are bases
@@ -304,6 +291,10 @@ class Segment:
 
     def is_input(self, value: int) -> bool:
         return self.values[value].made_by is None
+
+    def forget_tensors(self) -> None:
+        for value in self.values:
+            value.tensor = None
 
     def still_referenced(self, *, by_python: bool) -> list[int]:
         """Return the numbers of the deferred tensors that are referenced outside of the segment.
@@ -359,8 +350,7 @@ class RecordedFunction:
         kept: Sequence[int],
         kind_of: Callable[[Tensor, bool], Any],
     ) -> None:
-        self.numbers: list[float] = []  # to calculate with, in the order of the operations
-        self.positions: list[int] = []  # of these numbers, among those of the segment
+        self.positions: list[int] = []  # of its numbers, among those of the segment
         self.sizes: list[int] = []
         self.is_together = False  # whether it is several components that become one graph
         self.bound: Mapping[int, Tensor] = {}  # values that are the graph's attributes then: always the same
@@ -372,18 +362,26 @@ class RecordedFunction:
         self.described = tuple(map(self._describe, operations))  # whatever kind of tensors they read
         self.values = (*self.inputs, *kept)  # numbers of its tensors
         values = [segment.values[value] for value in self.values]
-        #: Inputs, then the tensors that the results are written to.
-        self.tensors: list[Tensor] = [real(value.tensor) for value in values]
         self._kinds: list[Any] = []
         self.look_at(kind_of, len(values))
         self.shapes = tuple((value.spec.size, value.spec.stride) for value in values)
+
+    @property
+    def numbers(self) -> list[float]:
+        """Numbers to calculate with, in the order of the operations."""
+        return [self._segment.numbers[position] for position in self.positions]
+
+    def tensors(self) -> list[Tensor]:
+        """Return the inputs, then the tensors that the results are written to, but for those bound."""
+        values = self._segment.values
+        return [real(values[value].tensor) for value in self.values if value not in self.bound]
 
     def look_at(self, kind_of: Callable[[Tensor, bool], Any], count: int) -> None:
         """Look at the kinds of the first tensors, which error terms change and the form depends on."""
         written = self._segment.written
         self._kinds[:count] = [
             (tensor.dim(), tensor.dtype, tensor.device, type(tensor), kind_of(tensor, value in written))
-            for value, tensor in zip(self.values[:count], self.tensors, strict=False)
+            for value, tensor in zip(self.values[:count], self.tensors(), strict=False)
         ]
         kept = tuple(self._order[value] for value in self.kept)
         #: Key of the function, whatever its numbers and sizes.
@@ -392,7 +390,6 @@ class RecordedFunction:
     def _describe(self, operation: Operation) -> tuple[Any, ...]:
         """Describe an operation by numbers within the component, without its numbers and sizes."""
         order = self._order
-        self.numbers += operation.numbers
         self.positions += range(operation.first_number, operation.first_number + len(operation.numbers))
         self.sizes += operation.sizes
         read = []
@@ -410,13 +407,6 @@ class RecordedFunction:
         texts = map(repr, ((self.described, self.shapes, self.sizes), self.described))
         of_these, of_any = (hashlib.sha256(text.encode()).hexdigest()[:16] for text in texts)
         return of_these, of_any
-
-    def passed(self) -> list[Tensor]:
-        """Return the tensors that the function's code takes: without ``bound``, which are its own."""
-        if not self.bound:
-            return self.tensors
-        values = zip(self.values, self.tensors, strict=True)
-        return [tensor for value, tensor in values if value not in self.bound]
 
     def module(self, inputs: Collection[int], *, takes_sizes: bool, scope: SymbolicScope) -> GraphModule:
         """Build a graph of the function, with its tensors as inputs, then numbers, then sizes.
