@@ -24,6 +24,7 @@ pattern's one by one. Where the segment ends, the code is called.
 from __future__ import annotations
 
 import sys
+from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
@@ -136,8 +137,7 @@ class Pattern:
     parts: Sequence[Part]
     bound: Collection[int] = ()  # numbers of the inputs that the code has as its own tensors
     equal: list[tuple[int, int]] = field(default_factory=list)  # of numbers that are one input of the code
-    has_matched: bool = False
-    version: object = None  # state of all error terms at the last match
+    version: object = None  # state of all error terms at the last match; None before the first
 
     def takes(self, index: int, number: object) -> bool:
         """Return whether the code can be given a number in the place of a recorded number."""
@@ -164,23 +164,21 @@ class Matcher(TorchFunctionMode):
         self._recorder = recorder
         self._is_gradient = is_gradient
         self._binds = binds
-        self._patterns: list[list[Pattern]] = []
+        #: Default dtype and number of a segment in a step -> its patterns.
+        self._patterns: dict[tuple[torch.dtype, int], list[Pattern]] = defaultdict(list)
         self._added: list[Pattern] = []
         self._segments = 0
-        self._default_dtype = torch.get_default_dtype()
         self.has_matched = False  # whether all calls of the last step have been matched
         self._is_in_step = False
         self._is_matching = False
         self._pattern: Pattern | None = None
+        recorder.interrupted = lambda: self._record() if self._pattern is not None else None
         self._given: dict[int, Place] = {}  # real tensors that calls are given or return, by ``id``
         self._begin_segment(is_matchable=False)
 
     # -- a step
 
     def begin(self, *, is_matching: bool) -> None:
-        if self._default_dtype != torch.get_default_dtype():
-            self._default_dtype = torch.get_default_dtype()
-            self._patterns.clear()
         is_matching &= not any(map(torch.is_autocast_enabled, ("cpu", "cuda")))
         self.has_matched = self._is_matching = is_matching
         self._is_in_step = True
@@ -209,7 +207,7 @@ class Matcher(TorchFunctionMode):
 
     def forget_step(self) -> None:
         """Forget the patterns of the step that has just ended, which has made state that will be there."""
-        for siblings in self._patterns:
+        for siblings in self._patterns.values():
             siblings[:] = [each for each in siblings if each not in self._added]
 
     @torch.compiler.disable
@@ -237,11 +235,8 @@ class Matcher(TorchFunctionMode):
     def _begin_segment(self, *, is_matchable: bool = True) -> None:
         self._recorder.flushed.clear()
         self._is_noting = is_matchable and self._is_matching
-        self._siblings: list[Pattern] = []
-        if self._is_noting:
-            while len(self._patterns) <= self._segments:
-                self._patterns.append([])
-            self._siblings = self._patterns[self._segments]
+        segment = torch.get_default_dtype(), self._segments
+        self._siblings = self._patterns[segment] if self._is_noting else []
         self._segments += 1
         for place in self._given.values():
             place.tensor = None
@@ -253,7 +248,6 @@ class Matcher(TorchFunctionMode):
         self._next = 0
         self._operations = 0
         self._pattern = next(iter(self._siblings), None)
-        self._recorder.interrupted = None if self._pattern is None else self._record
 
     # -- calls that are matched
 
@@ -333,12 +327,11 @@ class Matcher(TorchFunctionMode):
         self._next += 1
         if not call.is_executed:
             return self._value(call.result)
-        self._recorder.interrupted = None
+        self._pattern = None
         try:
             result = self._called(call.function, args, kwargs)
         finally:
-            if self._pattern is not None:
-                self._recorder.interrupted = self._record
+            self._pattern = pattern
         is_alike = self._is_alike(pattern, call.result, result) and all(
             each.tensor is None or Spec.of(each.tensor) == each.spec for each in found_in(Place, call.result)
         )
@@ -435,15 +428,14 @@ class Matcher(TorchFunctionMode):
 
     @torch.compiler.disable
     def _run(self, pattern: Pattern) -> None:
-        recorder, segment = self._recorder, pattern.segment
-        self._pattern = recorder.interrupted = None
+        recorder, segment, self._pattern = self._recorder, pattern.segment, None
         try:
             with recorder.paused(), torch.no_grad():
                 recorder.settle()
                 for number in dict.fromkeys(map(segment.base, pattern.kept)):
                     if not segment.is_input(number):
                         recorder.take_over(segment.values[number].tensor)
-                if not pattern.has_matched:
+                if pattern.version is None:
                     self._put_together(pattern)
                 for part in pattern.parts:
                     part.compiled(part.function)
@@ -456,7 +448,6 @@ class Matcher(TorchFunctionMode):
 
     def _put_together(self, pattern: Pattern) -> None:
         """Compile the components of a pattern as one graph at its first match, if that is possible."""
-        pattern.has_matched = True
         segment = pattern.segment
         single: list[Part] = []
         several: list[Part] = []
@@ -513,8 +504,7 @@ class Matcher(TorchFunctionMode):
             return
         recorder, self.has_matched = self._recorder, False
         self._calls, self._sources = pattern.calls[: self._next], []
-        self._results = self._results_so_far()
-        self._pattern = recorder.interrupted = None
+        self._results, self._pattern = self._results_so_far(), None
         try:
             with recorder if recorder.is_dispatching else nullcontext():
                 for call in self._calls:
@@ -652,7 +642,7 @@ class Matcher(TorchFunctionMode):
         if self._pattern is not None and self._matched(None, returned, ()) is not None:
             self._next += 1
         else:
-            self._pattern = self._recorder.interrupted = None
+            self._pattern = None
             self._calls.append(Call(None, [*map(self._meet, returned)], (), is_executed=True))
 
     def _add_pattern(self, end: Call | None) -> None:

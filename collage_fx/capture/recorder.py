@@ -105,7 +105,7 @@ class Recorder(torch_compat.TorchDispatchMode):
         self.flushed: list[tuple[Segment, Sequence[int], Sequence[Part]]] = []
         self.executed = 0  # number of operations that have been executed at once, without views
         self.called_at = 0  # number of operations that are older than the function call under way
-        self.interrupted: Callable[[], None] | None = None  # called before an operation that is not expected
+        self.interrupted: Callable[[], None] = lambda: None  # called before each operation
         self._executed: list[Deferred] = []
         self._viewed: dict[int, Tensor] = {}
         self._steps = 1 if numbers else 0  # a first step makes lasting state
@@ -170,8 +170,7 @@ class Recorder(torch_compat.TorchDispatchMode):
         # TorchScript's interpreter, unlike Python's calls, leaves modes for functions on while it dispatches.
         before, self.is_dispatching = self.is_dispatching, True
         try:
-            if self.interrupted is not None:
-                self.interrupted()
+            self.interrupted()
             return self._dispatched(func, types, args, kwargs)
         finally:
             self.is_dispatching = before
@@ -335,7 +334,7 @@ class Recorder(torch_compat.TorchDispatchMode):
 
     def _record(self, signature: Signature, args: Any, kwargs: dict[str, Any]) -> Any:
         segment = self.segment
-        given = dict(zip(signature.names, args, strict=False))
+        given = dict(zip(signature.quantities, args, strict=False))
         given.update(kwargs)
         operation = Operation(signature).with_arguments(args, kwargs, self._value_of)
         predicted, takes_integers = self._predict(operation, args, kwargs)

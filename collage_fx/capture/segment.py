@@ -30,8 +30,7 @@ class Signature:
     """Facts about an operator's schema. There is one object for each operator."""
 
     operator: Any
-    names: tuple[str, ...]  # of its arguments
-    quantities: tuple[str, ...]  # meaning of a number in each argument: see :func:`_quantity`
+    quantities: dict[str, str]  # argument -> meaning of a number in it: see :func:`_quantity`
     writes: tuple[str, ...]  # names of the arguments that it overwrites
     results: tuple[tuple[str, str], ...]  # each ("new", ""), ("same", argument) or ("view", argument)
     returns_several: bool  # a tuple or a list
@@ -61,8 +60,7 @@ def signature_of(operator: Any) -> Signature:
             results.append(("view", first) if operator.is_view else ("new", ""))
     return Signature(
         operator,
-        names=tuple(argument.name for argument in arguments),
-        quantities=tuple(_quantity(argument.real_type) for argument in arguments),
+        quantities={argument.name: _quantity(argument.real_type) for argument in arguments},
         writes=tuple(name for name, alias in aliases.items() if alias.is_write),
         results=tuple(results),
         returns_several=len(returns) > 1 or any("List" in str(result.type) for result in returns),
@@ -201,10 +199,11 @@ class Operation:
     def with_arguments(
         self, args: Sequence[Any], kwargs: dict[str, Any], number_of: Callable[[Tensor], int]
     ) -> Operation:
-        names, quantities = self.signature.names, self.signature.quantities
+        quantities = self.signature.quantities
+        by_position = zip(args, quantities.values(), strict=False)
         self.form = (
-            tuple([self._taken_apart(*each, number_of) for each in zip(args, quantities, strict=False)]),
-            tuple([(n, self._taken_apart(kwargs[n], quantities[names.index(n)], number_of)) for n in kwargs]),
+            tuple([self._taken_apart(*each, number_of) for each in by_position]),
+            tuple([(n, self._taken_apart(kwargs[n], quantities[n], number_of)) for n in kwargs]),
         )
         return self
 

@@ -282,7 +282,7 @@ def test_components_of_a_matched_segment_are_compiled_as_one() -> None:
     """But for tensors of no dimension that it writes: they belong to no row of a table."""
     optimizer = recorded(momentum)
     train(optimizer, range(6))
-    ((pattern,),) = vars(optimizer)[RECORDING]._matcher._patterns
+    ((pattern,),) = vars(optimizer)[RECORDING]._matcher._patterns.values()
     assert len(pattern.parts) == 2
 
 
@@ -508,7 +508,7 @@ def test_steps_that_branch_in_many_ways_keep_few_patterns() -> None:
     optimizer = recorded(update)
     train(optimizer, range(40))
     matcher = vars(optimizer)[RECORDING]._matcher
-    assert max(map(len, matcher._patterns)) <= 16
+    assert max(map(len, matcher._patterns.values())) <= 16
     assert len(matcher._patterns) < 100
 
 
