@@ -384,7 +384,11 @@ class Matcher(TorchFunctionMode):
             return False
         memory = set()
         for each in pattern.inputs:
-            recorded, found = each.tensor(), self._tensor_of(each)
+            recorded = each.tensor()
+            if each.place is not None:
+                found = each.place.tensor
+            else:
+                found = self._recorder.owner(each.views[0][0].tensor) if each.views else recorded
             if found is None or (found is not recorded and not has_storage(found)):
                 return False
             storage, is_written = storage_of(found), each.value in segment.written
@@ -416,11 +420,6 @@ class Matcher(TorchFunctionMode):
         for place in pattern.lasting:
             segment.values[place.number].tensor = self._value(place)
         return all(part.compiled.holds is None or part.compiled.fits(part.function) for part in pattern.parts)
-
-    def _tensor_of(self, each: Input) -> Tensor | None:
-        if each.place is not None:
-            return each.place.tensor
-        return self._recorder.owner(each.views[0][0].tensor) if each.views else each.tensor()
 
     def _kind(self, tensor: Tensor, is_written: bool) -> Any:
         """Return the facts about a tensor that code depends on; the last is whether it has error terms."""
@@ -510,13 +509,12 @@ class Matcher(TorchFunctionMode):
                 for call in self._calls:
                     if call.is_executed:
                         continue
-                    first = len(recorder.segment.operations)
                     values = [*map(self._value, call.arguments)]
                     named = len(values) - len(call.names)
                     kwargs = dict(zip(call.names, values[named:], strict=True))
                     self._take_over(call.result, self._called(call.function, values[:named], kwargs))
                     del values, kwargs
-                    self._note_sources(call, first)
+                    self._note_sources(call)
         finally:
             for result in self._results.values():
                 result.tensor = None  # later steps get others
@@ -562,7 +560,7 @@ class Matcher(TorchFunctionMode):
                 call.result = self._template(result, call.of_other)
                 if not call.is_executed and (recorder.executed > executed or len(self._given) > given):
                     raise Unmatchable
-                self._note_sources(call, first)
+                self._note_sources(call)
                 self._calls.append(call)
             except Unmatchable:
                 self._is_noting = False
@@ -615,9 +613,9 @@ class Matcher(TorchFunctionMode):
             raise Unmatchable
         return value
 
-    def _note_sources(self, call: Call, first: int) -> None:
+    def _note_sources(self, call: Call) -> None:
         """Note which of a call's numbers the numbers of its operations are."""
-        operands = [n for each in self._recorder.segment.operations[first:] for n in each.numbers]
+        operands = self._recorder.segment.numbers[len(self._sources) :]
         numbers = [*found_in(Number, call.arguments)]
         sources: Sequence[int | None] = [None] * len(operands)
         for chosen in ([i for i in numbers if type(self._numbers[i]) is float], numbers):
@@ -695,8 +693,8 @@ _OF_MEMORY = frozenset(
     getattr(Tensor, name)
     for name in (
         "__array__", "__deepcopy__", "__dlpack__", "__reduce_ex__", "as_strided_", "data_ptr", "detach_",
-        "numpy", "resize_", "resize_as_", "share_memory_", "squeeze_", "swapaxes_", "swapdims_", "t_",
-        "tolist", "transpose_", "unsqueeze_", "untyped_storage",
+        "numpy", "resize_", "resize_as_", "share_memory_", "squeeze_", "storage", "swapaxes_", "swapdims_",
+        "t_", "tolist", "transpose_", "unsqueeze_", "untyped_storage",
     )
 )  # fmt: skip
 

@@ -260,12 +260,8 @@ class Recorder(torch_compat.TorchDispatchMode):
             UnsupportedTensorError: the tensor's error terms cannot follow.
         """
         with torch_compat.without_modes():
-            takes_storage = any(isinstance(each, torch.UntypedStorage) for each in args)
-            args = map_aggregate(args, self._tensor_of_storage)
             self.flush()
             tensor, *others = map_aggregate(args, real)
-            if takes_storage:
-                others[0] = others[0].untyped_storage()
             storage, known = _storage_of(tensor), self._known()
             if id(tensor) not in known:  # but perhaps an alias of a tensor that is
                 for each in known.values():
@@ -291,14 +287,6 @@ class Recorder(torch_compat.TorchDispatchMode):
             if takes_memory:
                 return cast(Tensor, func(tensor, *others, **kwargs))
             return change_layout(tensor, lambda each: func(each, *others, **kwargs))
-
-    def _tensor_of_storage(self, argument: Any) -> Any:
-        """Return the deferred tensor of a storage, or a tensor of all of it; other arguments unchanged."""
-        if not isinstance(argument, torch.UntypedStorage):
-            return argument
-        whole = torch.empty(0, dtype=torch.uint8, device=argument.device).set_(argument)
-        tensors = [value.tensor for value in self.segment.values if type(value.tensor) is Deferred]
-        return next((each for each in tensors if storage_of(each) == storage_of(whole)), whole)
 
     def _converted(self, tensor: Tensor, dtype: torch.dtype) -> Tensor:
         return cast(Tensor, self._record(signature_of(aten._to_copy.default), (tensor,), {"dtype": dtype}))

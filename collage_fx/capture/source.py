@@ -51,19 +51,13 @@ class FirstCall(NamedTuple):
     is_only_returned: bool
     condition: CodeType | None = None  # under which the step calls its closure; None if it always does
     names: Mapping[str, Any] = {}  # global variables that the condition may use
+    #: Where the call is: in the step of the "base" class or of "others", optimizers; "" for the step itself.
+    inside: str = ""
 
     def holds(self, arguments: Mapping[str, Any]) -> bool:
         """Return whether the step calls its closure, given all of its arguments by name."""
         given = arguments.get(self.name) is not None
         return given and (self.condition is None or bool(eval(self.condition, {**self.names}, {**arguments})))
-
-
-class _Call(NamedTuple):
-    """First call of a step's closure: by the step, by the step of its base class, or of other optimizers."""
-
-    first: FirstCall
-    by_base: bool = False
-    by_others: bool = False
 
 
 def first_call(optimizer: Optimizer, steps: Sequence[Callable[..., Any]] | None = None) -> FirstCall | None:
@@ -78,22 +72,20 @@ def first_call(optimizer: Optimizer, steps: Sequence[Callable[..., Any]] | None 
     if call is None or not steps:
         return None
     passed: list[FirstCall | None] = []
-    if call.by_base:
+    if call.inside == "base":
         passed.append(first_call(optimizer, steps[1:]))
-    if call.by_others:
+    if call.inside == "others":
         passed += [first_call(each) for each in held_optimizers(optimizer)] or [None]
     if None in passed:
         return None
-    return call.first._replace(
-        is_only_returned=all(each.is_only_returned for each in [call.first, *passed] if each)
-    )
+    return call._replace(is_only_returned=all(each.is_only_returned for each in [call, *passed] if each))
 
 
-def _read(step: Callable[..., Any]) -> _Call | None:
+def _read(step: Callable[..., Any]) -> FirstCall | None:
     if is_of_torch_optim(step):
         closure = inspect.signature(step).parameters.get("closure")
         is_optional = closure is not None and closure.default is None
-        return _Call(FirstCall("closure", is_only_returned=True)) if is_optional else None
+        return FirstCall("closure", is_only_returned=True) if is_optional else None
     try:
         undecorated = _undecorated(step)
         (function,) = ast.parse(textwrap.dedent(inspect.getsource(undecorated))).body
@@ -124,7 +116,7 @@ class _Reader:
         self._parents = {child: each for each in ast.walk(function) for child in ast.iter_child_nodes(each)}
         self._names = [each for each in ast.walk(function) if isinstance(each, ast.Name)]
 
-    def call(self) -> _Call | None:
+    def call(self) -> FirstCall | None:
         """Return the step's call of its closure; None unless the call comes first."""
         calls = [
             (each, use)
@@ -148,10 +140,10 @@ class _Reader:
             test = ast.UnaryOp(ast.Not(), asked.test) if is_negated else asked.test
             condition = compile(ast.fix_missing_locations(ast.Expression(test)), "closure", "eval")
         is_only_returned = self._is_only_returned(call, asked, used, is_negated=is_negated)
-        first = FirstCall(name.id, is_only_returned, condition, self._globals)
         callee = getattr(getattr(call.func, "value", None), "func", None)
         by_base = isinstance(callee, ast.Name) and callee.id == "super"
-        return _Call(first, by_base, by_others=call.func is not name and not by_base)
+        inside = "" if call.func is name else "base" if by_base else "others"
+        return FirstCall(name.id, is_only_returned, condition, self._globals, inside)
 
     def _call_of(self, name: ast.Name) -> ast.Call | None:
         """Return the call of a parameter, or of the step of another object that is given the parameter."""
