@@ -25,11 +25,10 @@ from __future__ import annotations
 
 import sys
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
-from itertools import groupby
-from operator import itemgetter
+from inspect import isgetsetdescriptor
 from typing import Any
 
 import torch
@@ -124,15 +123,14 @@ class Input:
 class Pattern:
     """Segment that has been recorded, with which later steps are compared."""
 
-    calls: list[Call]
-    end: Call | None  # that asks for a value; None at the end of a step
+    calls: list[Call]  # the last asks for a value, or is the end of a step: a call of None
     segment: Segment  # without tensors
     kept: Sequence[int]  # numbers of the results that outlive it
     lasting: Sequence[Place]  # these, and the results that they are views of
     passing: Sequence[Place]  # other results: their deferred tensors are the same in each step
     inputs: list[Input]
     numbers: list[float]  # among the calls' arguments, as recorded
-    is_constant: list[bool]  # for each of them whether the code has it as a constant
+    changing: Collection[int | None]  # indices of numbers that are inputs of the code alone, no constants
     sources: list[int | None]  # for each of the operations' numbers its index; None if it is always the same
     parts: Sequence[Part]
     bound: Collection[int] = ()  # numbers of the inputs that the code has as its own tensors
@@ -142,7 +140,7 @@ class Pattern:
     def takes(self, index: int, number: object) -> bool:
         """Return whether the code can be given a number in the place of a recorded number."""
         known = self.numbers[index]
-        return type(number) is type(known) and (number == known or not self.is_constant[index])
+        return type(number) is type(known) and (number == known or index in self.changing)
 
     def is_stale(self) -> bool:
         return any(part.compiled.owner.is_stale for part in self.parts)
@@ -192,15 +190,12 @@ class Matcher(TorchFunctionMode):
         if not successfully:
             for result in self._results_so_far().values():
                 result.tensor = None
-        elif self._pattern is not None:
-            if self._is_at_end(None):
-                self._run(self._pattern)
-            else:
-                self._record()
+        elif self._pattern is not None and not (self._matched(None, (), ()) and self._run()):
+            self._record()
         if successfully and recorder.segment.operations:
             recorder.flushed.clear()
             recorder.flush()
-            self._add_pattern(None)
+            self._add_pattern(Call(None, [], ()))
         recorder.flushed.clear()  # views in segments keep tensors from being settled
         recorder.finish(successfully=successfully)
         self._begin_segment(is_matchable=False)
@@ -221,14 +216,14 @@ class Matcher(TorchFunctionMode):
         if not self._is_in_step or self._recorder.is_dispatching or func in METADATA:
             return func(*args, **kwargs)
         if self._pattern is not None:
-            called = (func, (*args, *kwargs.values()), tuple(kwargs)) if kwargs else (func, args, ())
-            if not torch.is_grad_enabled() and (call := self._matched(*called)) is not None:
-                return self._result_of(call, args, kwargs)
-            if self._is_at_end(called):
-                self._run(self._pattern)
-                result = self._called(func, args, kwargs)
-                self._begin_after(result)
-                return result
+            values = (*args, *kwargs.values()) if kwargs else args
+            if not torch.is_grad_enabled() and (call := self._matched(func, values, tuple(kwargs))):
+                if call is not self._pattern.calls[-1]:
+                    return self._result_of(call, args, kwargs)
+                if self._run():
+                    result = self._called(func, args, kwargs)
+                    self._begin_after(result)
+                    return result
             self._record()
         return self._recorded(func, args, kwargs)
 
@@ -252,28 +247,25 @@ class Matcher(TorchFunctionMode):
     # -- calls that are matched
 
     def _matched(self, func: Any, values: Any, names: tuple[str, ...]) -> Call | None:
-        """Return a pattern's next call if it is this call; go on with that pattern."""
+        """Return a pattern's next call if it is this call; go on with that pattern.
+
+        Other patterns than the last begin with the same calls, and take the numbers so far.
+        """
         first, i = self._pattern, self._next
         assert first is not None
-        if i < len(first.calls) and self._is_same(first, first.calls[i], func, values, names):
+        if self._is_same(first, first.calls[i], func, values, names):
             return first.calls[i]  # as most calls do
-        for pattern in self._alike():
-            if i < len(pattern.calls) and self._is_same(pattern, pattern.calls[i], func, values, names):
+        for pattern in self._siblings:
+            if (
+                pattern is not first
+                and len(pattern.calls) > i
+                and pattern.calls[:i] == first.calls[:i]
+                and all(pattern.takes(j, number) for j, number in enumerate(self._numbers))
+                and self._is_same(pattern, pattern.calls[i], func, values, names)
+            ):
                 self._pattern = pattern
                 return pattern.calls[i]
         return None
-
-    def _is_at_end(self, called: tuple[Any, Any, tuple[str, ...]] | None) -> bool:
-        """Return whether a pattern ends here, and its code fits; go on with that pattern."""
-        for pattern in self._alike():
-            if self._next != len(pattern.calls) or (pattern.end is None) != (called is None):
-                continue
-            if pattern.end is None or called is None or self._is_same(pattern, pattern.end, *called):
-                self._pattern = pattern
-                if not (fits := self._fits(pattern)):
-                    pattern.segment.forget_tensors()
-                return fits
-        return False
 
     def _is_same(self, pattern: Pattern, call: Call, func: Any, values: Any, names: tuple[str, ...]) -> bool:
         """Return whether a call is that of a pattern, whose numbers and tensors are noted then."""
@@ -352,19 +344,6 @@ class Matcher(TorchFunctionMode):
             return template[0](map(self._value, template[1:]))
         return template
 
-    def _alike(self) -> Iterator[Pattern]:
-        """Yield the pattern, and others that begin with the same calls and fit the numbers so far."""
-        first, i = self._pattern, self._next
-        assert first is not None
-        yield first
-        for pattern in self._siblings:
-            if (
-                pattern is not first
-                and pattern.calls[:i] == first.calls[:i]
-                and all(pattern.takes(j, number) for j, number in enumerate(self._numbers))
-            ):
-                yield pattern
-
     def _results_so_far(self) -> dict[int, Place]:
         calls = self._pattern.calls[: self._next] if self._pattern is not None else ()
         results = found_in(Place, [call.result for call in calls])
@@ -373,10 +352,7 @@ class Matcher(TorchFunctionMode):
     # -- the end of a matched segment
 
     def _fits(self, pattern: Pattern) -> bool:
-        """Return whether the code of a pattern, all of whose calls are matched, computes the same.
-
-        The segment has the step's tensors and numbers then.
-        """
+        """Return whether the code of a pattern fits; give its segment the tensors and numbers of the step."""
         numbers, segment, is_current = self._numbers, pattern.segment, records_version() == pattern.version
         if any(sys.getrefcount(place.tensor) > UNREFERENCED for place in pattern.passing):
             return False
@@ -426,9 +402,15 @@ class Matcher(TorchFunctionMode):
         return type(tensor), self._recorder.kind_of(tensor, is_written), has_error_terms(tensor)
 
     @torch.compiler.disable
-    def _run(self, pattern: Pattern) -> None:
-        recorder, segment, self._pattern = self._recorder, pattern.segment, None
+    def _run(self) -> bool:
+        """Run the code of a pattern, all of whose calls are matched, if it computes the same."""
+        recorder, pattern = self._recorder, self._pattern
+        assert pattern is not None
+        segment = pattern.segment
         try:
+            if not self._fits(pattern):
+                return False
+            self._pattern = None
             with recorder.paused(), torch.no_grad():
                 recorder.settle()
                 for number in dict.fromkeys(map(segment.base, pattern.kept)):
@@ -441,9 +423,10 @@ class Matcher(TorchFunctionMode):
                 recorder.make_views(segment, pattern.kept)
         finally:
             segment.forget_tensors()
-            for place in pattern.lasting:
+            for place in () if self._pattern is pattern else pattern.lasting:
                 place.tensor = None
         pattern.version = records_version()
+        return True
 
     def _put_together(self, pattern: Pattern) -> None:
         """Compile the components of a pattern as one graph at its first match, if that is possible."""
@@ -643,9 +626,9 @@ class Matcher(TorchFunctionMode):
             self._pattern = None
             self._calls.append(Call(None, [*map(self._meet, returned)], (), is_executed=True))
 
-    def _add_pattern(self, end: Call | None) -> None:
+    def _add_pattern(self, end: Call) -> None:
         """Make a pattern of the segment that has just been executed, and add it to its siblings."""
-        siblings, flushed = self._siblings, self._recorder.flushed
+        calls, siblings, flushed = [*self._calls, end], self._siblings, self._recorder.flushed
         if not self._is_noting or not flushed:
             return
         segment, kept, found = flushed[-1]
@@ -666,11 +649,9 @@ class Matcher(TorchFunctionMode):
         for place in dict.fromkeys(each for each in recorded if each.is_real and each not in direct):
             if (viewed := of_storage.get(storage_of(place.tensor))) is not None:
                 viewed.views.append((place, layout_of(place.tensor)))
-        changing = {each.function.positions[i] for each in found for i in each.compiled.inputs}
-        is_constant = [True] * len(self._numbers)
-        at = [(source, position) for position, source in enumerate(self._sources) if source is not None]
-        for i, positions in groupby(sorted(at), itemgetter(0)):
-            is_constant[i] = not changing.issuperset(position for _, position in positions)
+        inputs_at = {each.function.positions[i] for each in found for i in each.compiled.inputs}
+        sources = enumerate(self._sources)
+        changing = {*self._sources}.difference(source for at, source in sources if at not in inputs_at)
         results = {number: each for number, each in self._results.items() if number not in lasting}
         places = [
             self._results.get(number) or Place(number, segment.values[number].spec, is_real=False)
@@ -678,12 +659,10 @@ class Matcher(TorchFunctionMode):
         ]
         segment.forget_tensors()
         pattern = Pattern(
-            self._calls, end, segment, kept, places, [*results.values()], inputs, self._numbers, is_constant,
+            calls, segment, kept, places, [*results.values()], inputs, self._numbers, changing,
             self._sources, found,
         )  # fmt: skip
-        kept_on = [
-            each for each in siblings if (each.end, each.calls) != (end, self._calls) and not each.is_stale()
-        ]
+        kept_on = [each for each in siblings if each.calls != calls and not each.is_stale()]
         siblings[:] = [pattern, *kept_on[: MOST_PATTERNS - 1]]
         self._added.append(pattern)
 
@@ -702,16 +681,13 @@ _METHODS = (
     "__hash__", "__len__", "dim", "element_size", "get_device", "is_complex", "is_contiguous",
     "is_floating_point", "ndimension", "numel", "size", "storage_offset", "stride",
 )  # fmt: skip
-_ATTRIBUTES = (
-    "device", "dtype", "grad", "grad_fn", "is_cpu", "is_cuda", "is_leaf", "is_meta", "is_mps", "is_nested",
-    "is_quantized", "is_sparse", "is_sparse_csr", "is_xpu", "itemsize", "layout", "ndim", "requires_grad",
-    "shape",
-)  # fmt: skip
+#: Attributes that are tensors, of the same elements.
+_VIEWS = frozenset(("H", "T", "_base", "data", "imag", "mH", "mT", "real"))
 #: Functions that read no elements, and leave tensors as they are.
 METADATA = frozenset(
     (
         torch.is_complex, torch.is_floating_point, torch.is_tensor, torch.numel,
         *(getattr(Tensor, name) for name in _METHODS),
-        *(getattr(Tensor, name).__get__ for name in _ATTRIBUTES),
+        *(v.__get__ for k, v in vars(Tensor.__base__).items() if isgetsetdescriptor(v) and k not in _VIEWS),
     )
 )  # fmt: skip
