@@ -105,6 +105,7 @@ class Compiled:
     takes_sizes: bool
     holds: Callable[[Sequence[Any]], bool] | None  # whether decisions of the trace hold for other inputs
     owner: CompiledCode  # says when it is stale
+    names: set[str] = field(default_factory=set)  # of the recorder's functions that it has been compiled for
 
     def fits(self, function: RecordedFunction) -> bool:
         """Return whether the code computes a function."""

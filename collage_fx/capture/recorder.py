@@ -28,6 +28,7 @@ ordinary tensors, in place (``torch.utils.swap_tensors``).
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextvars import ContextVar, Token
 from typing import Any, cast
@@ -111,7 +112,6 @@ class Recorder(torch_compat.TorchDispatchMode):
         self._steps = 1 if numbers else 0  # a first step makes lasting state
         self._first_met: dict[Any, int] = {}
         self._compiled: dict[Any, list[Compiled]] = {}
-        self._named: dict[str, list[Compiled]] = {}
         self._at_once: set[Signature] = set()
         self._predicted: dict[Any, tuple[tuple[Any, ...], bool]] = {}
         self._noted: list[tuple[type, TensorWeakRef]] = []
@@ -208,7 +208,12 @@ class Recorder(torch_compat.TorchDispatchMode):
 
     def _call(self, signature: Signature, args: Any, kwargs: dict[str, Any]) -> Any:
         """Execute an operation on real tensors, after the recorded operations that it depends on."""
-        if self._depends_on_what_is_recorded(signature, list(found_in(Tensor, [*args, *kwargs.values()]))):
+        tensors = [*found_in(Tensor, [*args, *kwargs.values()])]
+        depends = any(type(tensor) is Deferred for tensor in tensors)
+        if not (depends or signature.reads_no_values):
+            inputs = [self.segment.of_storage.get(_storage_of(tensor)) for tensor in tensors]
+            depends = any(i in self.segment.written or (signature.writes and i is not None) for i in inputs)
+        if depends:
             self.flush()
             args, kwargs = map_aggregate((args, kwargs), real)
         result = signature.operator(*args, **kwargs)
@@ -297,16 +302,6 @@ class Recorder(torch_compat.TorchDispatchMode):
             return is_low_precision(tensor.dtype)
         is_written = self.segment.of_storage.get(_storage_of(tensor)) in self.segment.written
         return is_written or record_of(self.owner(tensor)) is not None
-
-    def _depends_on_what_is_recorded(self, signature: Signature, tensors: Sequence[Tensor]) -> bool:
-        """Return whether an operation has to wait for recorded operations."""
-        if any(type(tensor) is Deferred for tensor in tensors):
-            return True
-        if signature.reads_no_values:
-            return False
-        of_storage, written = self.segment.of_storage, self.segment.written
-        met = [of_storage[s] for s in map(_storage_of, tensors) if s in of_storage]
-        return any(signature.writes or value in written for value in met)
 
     # -- operations that are recorded
 
@@ -489,11 +484,10 @@ class Recorder(torch_compat.TorchDispatchMode):
         self._numbers |= dict.fromkeys(names, now)
         changed = [i for i, number in enumerate(now) if number is None]
         compiled = compiled_for(function, self.compile_graph, changed, takes_sizes=takes_sizes)
-        for name in names:
-            for each in (known := self._named.setdefault(name, [])):
-                if not each.constants.keys().isdisjoint(compiled.inputs):
-                    each.owner.end()
-            known[:] = [*(each for each in known if not each.owner.is_stale), compiled]
+        for each in itertools.chain(*self._compiled.values()):
+            if not (each.names.isdisjoint(names) or each.constants.keys().isdisjoint(compiled.inputs)):
+                each.owner.end()
+        compiled.names.update(names)
         return compiled
 
     def note(self, kind: type, tensor: Tensor) -> None:
