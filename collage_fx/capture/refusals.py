@@ -161,7 +161,10 @@ def refuse_aliases(gm: GraphModule, inputs: Sequence[graph.InputInfo], known: It
         origin = torch_compat.aot_input_of(node)
         is_alias = origin is not None and origin[0] == "alias"
         if node in stores and is_alias and is_low_precision(node.meta["val"].dtype):
-            raise _aliased(" and ".join(_sharing_memory(known)) or info.name)
+            tensors = ((each.name, torch_compat.local_tensor(each.tensor)) for each in known)
+            strided = ((name, t) for name, t in tensors if t.layout is torch.strided)
+            low = ((name, t) for name, t in strided if is_low_precision(t.dtype))
+            raise _aliased(" and ".join(first_overlap(low) or [info.name]))
 
 
 def refuse_unsupported(gm: GraphModule, inputs: Sequence[graph.InputInfo], *, packs: bool) -> None:
@@ -252,15 +255,6 @@ def _aliased(where: str) -> errors.AliasedStateError:
         remedy="give the optimizer a tied weight once, as model.parameters() does; give tensors that overlap "
         "their own memory (tensor.clone()), or the optimizer the tensor that contains them",
     )
-
-
-def _sharing_memory(known: Iterable[KnownTensor]) -> list[str]:
-    groups: dict[int, list[str]] = {}
-    for entry in known:
-        tensor = torch_compat.local_tensor(entry.tensor)
-        if tensor.layout is torch.strided and is_low_precision(tensor.dtype):
-            groups.setdefault(torch_compat.storage_of(tensor), []).append(entry.name)
-    return next((names for names in groups.values() if len(names) > 1), [])
 
 
 @dataclass
