@@ -28,6 +28,7 @@ from collections import defaultdict
 from collections.abc import Callable, Collection, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from inspect import isgetsetdescriptor
 from typing import Any
 
@@ -86,10 +87,6 @@ class Other:
     """Template of a result of a call that is executed, if it is neither a tensor nor a list of results."""
 
 
-class Unmatchable(Exception):
-    """An argument, or a result, for which there is no template."""
-
-
 @dataclass(slots=True)
 class Call:
     """Call of a torch function, with templates in place of tensors and numbers."""
@@ -99,12 +96,6 @@ class Call:
     names: tuple[str, ...]  # of the last arguments, which are keyword arguments
     is_executed: bool = False  # at once
     result: Any = None
-
-    def of_other(self, result: Any) -> Any:
-        """Return the template of a result that is no tensor: any such result of a call that is executed."""
-        if isinstance(result, (list, tuple, dict)) or (result is not None and not self.is_executed):
-            raise Unmatchable
-        return Other if self.is_executed else None
 
 
 @dataclass(slots=True)
@@ -522,31 +513,23 @@ class Matcher(TorchFunctionMode):
         recorder, self.has_matched = self._recorder, False
         first, executed = len(recorder.segment.operations), recorder.executed
         recorder.flushed.clear()
-        call = None
+        call = Call(func, [], tuple(kwargs))
         self._is_noting = self._is_noting and first == self._operations and not torch.is_grad_enabled()
         if self._is_noting:
-            try:
-                arguments = [self._template(each, self._constant) for each in (*args, *kwargs.values())]
-                call = Call(func, arguments, tuple(kwargs))
-            except Unmatchable:
-                self._is_noting = False
+            call.arguments = [self._template(each, self._constant) for each in (*args, *kwargs.values())]
         result = self._called(func, args, kwargs)
         if recorder.flushed:
-            is_alone = len(recorder.flushed) == 1 and len(recorder.flushed[0][0].operations) == first
-            if is_alone and call is not None:
+            if len(recorder.flushed) == 1 and len(recorder.flushed[0][0].operations) == first:
                 self._add_pattern(call)
             self._begin_after(result)
-        elif call is not None:
+        elif self._is_noting:
             self._operations = len(recorder.segment.operations)
             call.is_executed, given = self._operations == first, len(self._given)
-            try:
-                call.result = self._template(result, call.of_other)
-                if not call.is_executed and (recorder.executed > executed or len(self._given) > given):
-                    raise Unmatchable
-                self._note_sources(call)
-                self._calls.append(call)
-            except Unmatchable:
+            call.result = self._template(result, partial(self._other, call))
+            if not call.is_executed and (recorder.executed > executed or len(self._given) > given):
                 self._is_noting = False
+            self._note_sources(call)
+            self._calls.append(call)
         return result
 
     def _called(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
@@ -571,18 +554,20 @@ class Matcher(TorchFunctionMode):
         return not has_storage(tensor) or storage_of(tensor) in self._recorder.segment.of_storage
 
     def _template(self, value: Any, of_other: Callable[[Any], Any]) -> Any:
-        """Return the template of tensors, also in lists; ``of_other`` returns templates of other values."""
+        """Return the template of tensors, also in lists; ``of_other`` returns templates of other values.
+
+        For what has no template, nothing of the segment is noted any more.
+        """
         kind = type(value)
         if isinstance(value, Tensor):
             value = real(value)
-            if type(value) is Deferred:
-                if not self._recorder.segment.has(value):
-                    raise Unmatchable
+            if type(value) is Deferred and self._recorder.segment.has(value):
                 number = value.value
                 return self._results.setdefault(number, Place(number, value.spec, is_real=False))
-            if is_wrapper(kind) or not has_storage(value):
-                raise Unmatchable
-            return self._meet(value)
+            if type(value) is not Deferred and not is_wrapper(kind) and has_storage(value):
+                return self._meet(value)
+            self._is_noting = False
+            return None
         if kind is list or kind is tuple:
             return [kind, *(self._template(each, of_other) for each in value)]
         return of_other(value)
@@ -592,9 +577,14 @@ class Matcher(TorchFunctionMode):
         if kind is float or kind is int:
             self._numbers.append(value)
             return Number(len(self._numbers) - 1)
-        if kind not in CONSTANTS:
-            raise Unmatchable
+        self._is_noting &= kind in CONSTANTS
         return value
+
+    def _other(self, call: Call, result: Any) -> Any:
+        """Return the template of a result of a call that is neither a tensor nor a list."""
+        is_any = call.is_executed and not isinstance(result, (list, tuple, dict))
+        self._is_noting &= is_any or result is None
+        return Other if call.is_executed else None
 
     def _note_sources(self, call: Call) -> None:
         """Note which of a call's numbers the numbers of its operations are."""
