@@ -125,7 +125,7 @@ class Pattern:
     sources: list[int | None]  # for each of the operations' numbers its index; None if it is always the same
     parts: Sequence[Part]
     bound: Collection[int] = ()  # numbers of the inputs that the code has as its own tensors
-    equal: list[tuple[int, int]] = field(default_factory=list)  # of numbers that are one input of the code
+    equal: set[tuple[int, int]] = field(default_factory=set)  # of numbers that are one input of the code
     version: object = None  # state of all error terms at the last match; None before the first
 
     def takes(self, index: int, number: object) -> bool:
@@ -431,8 +431,7 @@ class Matcher(TorchFunctionMode):
             (single if is_alone else several).append(part)
         if len(several) < 2:
             return
-        chosen = {id(operation) for part in several for operation in part.function.operations}
-        operations = [each for each in segment.operations if id(each) in chosen]
+        operations = [operation for part in several for operation in part.function.operations]
         kept = [number for part in several for number in part.function.kept]
         function = RecordedFunction(segment, operations, kept, self._recorder.kind_of)
         positions = function.positions
@@ -440,15 +439,12 @@ class Matcher(TorchFunctionMode):
         changed = [i for i, position in enumerate(positions) if position in changing]
         first: dict[Any, int] = {}
         shared: dict[int, int] = {}
-        equal: dict[tuple[int, int], None] = {}
         for i in changed:
-            source = pattern.sources[positions[i]]
-            now = segment.numbers[positions[i]]
+            source, now = pattern.sources[positions[i]], segment.numbers[positions[i]]
             shared[i] = first.setdefault((now if source is None else pattern.numbers[source], now), i)
             other = pattern.sources[positions[shared[i]]]
             if source is not None and other is not None and source != other:
-                equal[source, other] = None
-        pattern.equal.extend(equal)
+                pattern.equal.add((source, other))
         function.is_together, function.shared = True, shared
         function.bound = {
             each.value: tensor
@@ -499,8 +495,7 @@ class Matcher(TorchFunctionMode):
         if type(template) is list:
             for each in zip(template[1:], made, strict=True):
                 self._take_over(*each)
-        elif type(template) is Place and (given := template.tensor) is not made:
-            assert type(given) is Deferred
+        elif type(template) is Place and not template.is_real and (given := template.tensor) is not made:
             if type(made) is not Deferred:  # its operator is executed at once by now
                 self._is_noting = False
                 self._recorder.take_over(given, made.detach())

@@ -454,17 +454,17 @@ class Recorder(torch_compat.TorchDispatchMode):
             key = function.form
         known = self._compiled.setdefault(key, [])
         known[:] = [each for each in known if not each.owner.is_stale]
-        compiled = next((each for each in known if each.fits(function)), None)
-        is_new = compiled is None
-        if compiled is None:
-            takes_sizes = key is function.form
-            compiled = self._compile(function, takes_sizes=takes_sizes)
-            known.insert(0, compiled)
-            if len(known) >= BURNED_IN_AGAIN:
-                operators = [each.signature for each in operations for _ in each.numbers]
-                self._at_once.update(operators[position] for position in compiled.burned_in)
+        if (compiled := next((each for each in known if each.fits(function)), None)) is not None:
+            compiled(function)
+            return Part(function, compiled)
+        takes_sizes = key is function.form
+        compiled = self._compile(function, takes_sizes=takes_sizes)
+        known.insert(0, compiled)
+        if len(known) >= BURNED_IN_AGAIN:
+            operators = [each.signature for each in operations for _ in each.numbers]
+            self._at_once.update(operators[position] for position in compiled.burned_in)
         compiled(function)
-        if is_new and not compiled.owner.is_stale:
+        if not compiled.owner.is_stale:
             # The code is that for tensors with the error terms that it gives.
             function.look_at(self.kind_of, len(function.inputs))
             key = function.form if takes_sizes else (function.form, *key[1:])
