@@ -408,6 +408,7 @@ class Matcher(TorchFunctionMode):
                     if not segment.is_input(number):
                         recorder.take_over(segment.values[number].tensor)
                 if pattern.version is None:
+                    pattern.version = records_version()
                     self._put_together(pattern)
                 for part in pattern.parts:
                     part.compiled(part.function)
