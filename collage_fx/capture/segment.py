@@ -371,7 +371,7 @@ class RecordedFunction:
         return [self._segment.numbers[position] for position in self.positions]
 
     def tensors(self) -> list[Tensor]:
-        """Return the inputs, then the tensors that the results are written to, but for those bound."""
+        """Return the inputs, then the tensors that the results are written to; bound tensors are left out."""
         values = self._segment.values
         return [real(values[value].tensor) for value in self.values if value not in self.bound]
 

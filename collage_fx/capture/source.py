@@ -51,7 +51,7 @@ class FirstCall(NamedTuple):
     is_only_returned: bool
     condition: CodeType | None = None  # under which the step calls its closure; None if it always does
     names: Mapping[str, Any] = {}  # global variables that the condition may use
-    #: Where the call is: in the step of the "base" class or of "others", optimizers; "" for the step itself.
+    #: Step that makes the call: of the "base" class, of "others" (other optimizers), or "" for this step.
     inside: str = ""
 
     def holds(self, arguments: Mapping[str, Any]) -> bool:
