@@ -635,9 +635,8 @@ class Matcher(TorchFunctionMode):
         for place in dict.fromkeys(each for each in recorded if each.is_real and each not in direct):
             if (viewed := of_storage.get(storage_of(place.tensor))) is not None:
                 viewed.views.append((place, layout_of(place.tensor)))
-        inputs_at = {each.function.positions[i] for each in found for i in each.compiled.inputs}
-        sources = enumerate(self._sources)
-        changing = {*self._sources}.difference(source for at, source in sources if at not in inputs_at)
+        constants_at = {each.function.positions[i] for each in found for i in each.compiled.constants}
+        changing = {*self._sources}.difference(self._sources[at] for at in constants_at)
         results = {number: each for number, each in self._results.items() if number not in lasting}
         places = [
             self._results.get(number) or Place(number, segment.values[number].spec, is_real=False)

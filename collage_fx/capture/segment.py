@@ -321,13 +321,25 @@ class Segment:
         return cast(Tensor, taken[i] if isinstance(taken, (list, tuple)) else taken)
 
     def components(self, kept: Sequence[int]) -> list[tuple[list[Operation], list[int]]]:
-        """Split the operations into components without a common tensor, each with its results to be kept."""
+        """Split the operations into components without a common tensor, each with its results to be kept.
+
+        Operations that nothing needs are left out: a number that changes in them changes nothing.
+        """
+        bases = {self.base(value) for value in kept}
+        needed, live = set(bases), list[Operation]()
+        for operation in reversed(self.operations):
+            read = {self.base(value) for value in operation.tensors}
+            updated = read & self.written if operation.signature.writes else ()
+            if not needed.isdisjoint(map(self.base, operation.results)) or any(
+                value in needed or self.is_input(value) for value in updated
+            ):
+                live.append(operation)
+                needed |= read
 
         def connects(value: int) -> bool:  # a shared scalar, such as a learning rate, does not
             return not self.is_input(value) or value in self.written or self.values[value].tensor.dim() > 0
 
-        found = graph.components(self.operations, lambda op: filter(connects, (*op.results, *op.tensors)))
-        bases = {self.base(value) for value in kept}
+        found = graph.components(live[::-1], lambda op: filter(connects, (*op.results, *op.tensors)))
         return [(each, [r for operation in each for r in operation.results if r in bases]) for each in found]
 
 

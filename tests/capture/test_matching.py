@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 
 from collage_fx import CollageBackend, full_value, install
 from collage_fx.capture.matching import MOST_PATTERNS, Matcher
+from collage_fx.capture.recorder import Recorder
 from collage_fx.capture.recording import RECORDING, Request, record
 from collage_fx.torch_compat import storage_of
 from tests.state.test_between_steps import calls_of
@@ -198,6 +199,30 @@ def test_a_matched_step_has_the_bits_of_a_recorded_one(seed: int) -> None:
         {"error_format": "byte"},
     ]
     both_ways(draw(seed), absent=seed % 2 == 1, **options[seed % 4])
+
+
+def test_a_number_that_nothing_needs_is_compiled_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A moment is corrected by a number that changes; two of three steps do not apply it."""
+    compiled: list[int] = []
+    compile_one = Recorder._compile
+
+    def counted(self: Recorder, *args: Any, **kwargs: Any) -> Any:
+        compiled.append(step)
+        return compile_one(self, *args, **kwargs)
+
+    monkeypatch.setattr(Recorder, "_compile", counted)
+
+    def update(p: Tensor, g: Tensor, state: dict[str, Any], step: int, lr: float) -> None:
+        state["m"] = state.get("m", torch.zeros_like(g)).lerp_(g, 0.1)
+        u = state["m"] / (1 - 0.9**step)
+        u.mul_(1 + 1 / step)
+        if step % 3 == 0:
+            p.add_(u, alpha=-lr)
+
+    optimizer = recorded(update)
+    for step in range(STEPS):
+        train(optimizer, [step])
+    assert {*compiled} == {0, 1, 2, 5}  # no state, state, the first update, and one with other numbers
 
 
 def test_an_address_that_nothing_depends_on_ends_no_segment() -> None:
