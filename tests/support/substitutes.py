@@ -17,6 +17,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from collage_fx.capture.matching import Matcher
+from collage_fx.capture.recorder import Recorder
 from collage_fx.codegen import NoSpelling
 from collage_fx.graph import DEVICES, Reason, StepProgram, Unit
 from collage_fx.lowering import forget_kernels, kernels
@@ -44,6 +45,20 @@ _COMPILERS = (
 def forget_steps() -> None:
     """Forget what all optimizers of the process held after their last steps."""
     records.clear(_Held)
+
+
+@contextlib.contextmanager
+def components_compiled() -> Iterator[list[object]]:
+    """Context manager: components of recorded steps that are compiled are added to the list."""
+    found: list[object] = []
+    compile_one = Recorder._compile
+
+    def compiled(recorder: Recorder, function: object, **options: Any) -> Any:
+        found.append(function)
+        return compile_one(recorder, function, **options)  # type: ignore[arg-type]
+
+    with mock.patch.object(Recorder, "_compile", compiled):
+        yield found
 
 
 # The way that a step takes. --------------------------------------------------------------------------------
