@@ -11,12 +11,11 @@ when ours has been called in it; else it refuses the step (``watch_replacement``
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import threading
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from types import FunctionType, MethodType
 from typing import Any
 
@@ -230,28 +229,31 @@ def remove_own_step(optimizer: Optimizer) -> None:
     own |= left
 
 
-#: Lock of the hooks that :func:`without_hooks` sets aside.
-_lock = threading.Lock()
-
-
-@contextlib.contextmanager
-def without_hooks(optimizer: Optimizer) -> Iterator[None]:
+class without_hooks:
     """Context manager: the optimizer has no hooks around its step; hooks that it registers come to the rest.
 
     Several threads may be inside, each with a part of the step.
     """
-    own = vars(optimizer)  # no hooks if its class does not call Optimizer.__init__
-    with _lock:
-        inside = own.setdefault(_INSIDE, [])
-        if not inside:
-            own[_KEPT] = own.get(_PRE), own.get(_POST)
-            # Dynamo would trace the hooks a second time.
-            own |= {_PRE: OrderedDict(), _POST: OrderedDict()}
-        inside.append(threading.get_ident())
-    try:
-        yield
-    finally:
-        with _lock:
+
+    _lock = threading.Lock()
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self._own = vars(optimizer)  # no hooks if its class does not call Optimizer.__init__
+
+    def __enter__(self) -> None:
+        own = self._own
+        with self._lock:
+            inside = own.setdefault(_INSIDE, [])
+            if not inside:
+                own[_KEPT] = own.get(_PRE), own.get(_POST)
+                # Dynamo would trace the hooks a second time.
+                own |= {_PRE: OrderedDict(), _POST: OrderedDict()}
+            inside.append(threading.get_ident())
+
+    def __exit__(self, *_: object) -> None:
+        own = self._own
+        with self._lock:
+            inside = own[_INSIDE]
             inside.remove(threading.get_ident())
             if not inside:
                 del own[_INSIDE]
