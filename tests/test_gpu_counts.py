@@ -120,8 +120,8 @@ def test_tensors_whose_gradients_come_and_go_are_an_upload_a_step() -> None:
         assert each == {"launches": 2, "uploads": 1}
 
 
-def test_the_first_step_waits_as_often_for_many_tensors(record_property: Record) -> None:
-    """And copies nothing to the host."""
+def test_the_first_step_waits_for_nothing(record_property: Record) -> None:
+    """And copies nothing to the host, whatever the number of tensors."""
     waits = []
     for count in (48, 48, 148):  # Inductor makes its patterns once a process, with waits of their own
         rig = CompiledOptimizer(SHAPES[:count], adamw, CollageBackend(), device="cuda")
@@ -130,9 +130,9 @@ def test_the_first_step_waits_as_often_for_many_tensors(record_property: Record)
         found = counted(rig.compiled)
         assert found["launches"] == 2
         assert "downloads" not in found
-        waits.append(found["stream waits"])
+        waits.append(found.get("stream waits", 0))
         note(record_property, f"waits of the first step of {count} tensors", waits[-1])
-    assert waits[1] == waits[2]
+    assert waits[1:] == [0, 0]
 
 
 @pytest.fixture(scope="module")
