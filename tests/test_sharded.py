@@ -165,7 +165,8 @@ def stepped_with_summands() -> tuple[float, float]:
     for seed in range(3):
         set_gradients_in_pieces(params, mesh, Replicate(), seed)
         for p, whole, momentum in zip(params, exact, momenta, strict=True):
-            momentum.mul_(0.9).add_(in_one_piece(p.grad).double())  # type: ignore[arg-type]
+            assert p.grad is not None
+            momentum.mul_(0.9).add_(in_one_piece(p.grad).double())
             whole.sub_(momentum, alpha=lr)
             largest = max(largest, float(momentum.abs().max()))
         gradient = params[-1].grad

@@ -26,6 +26,7 @@ from __future__ import annotations
 
 import functools
 from array import array
+from collections import deque
 from collections.abc import Callable, Collection, Sequence
 
 import torch
@@ -78,6 +79,11 @@ class Launch:
         kinds = {a: c.kind for a, c in zip(self.function.arguments, self.kernel.columns, strict=True)}
         return [kinds[argument] for argument in self.function.accesses if kinds[argument] > 0]
 
+    @property
+    def sets(self) -> int:
+        """Number of sets of rows that have been launched: parts of a step that may be pending."""
+        return len(self._programs)
+
     def prepare(self, words: Tensor, present: array[int] | None) -> None:
         """Find the kernel of each row, by its addresses in the table, and the programs of each kernel."""
         device = self._launches.device
@@ -100,7 +106,6 @@ class Launch:
             (chosen,) = torch.where(kinds == kind)
             if len(chosen):
                 self.programs[aligned] = programs(chosen, blocks[chosen].clamp(min=1), device)
-        self._launches.most_sets = max(self._launches.most_sets, len(self._programs))
 
     def __call__(self) -> None:
         for aligned, of_kernel in self.programs.items():
@@ -142,9 +147,8 @@ class Launches(Table):
         self._adding: TableKernel | None = None
         #: Table, allocated at the first step.
         self.table = torch.empty(0, dtype=torch.int64)
-        #: Most sets of rows that a launch has had: parts of a step that may be pending.
-        self.most_sets = 1
-        self._buffers: list[tuple[Tensor, torch.cuda.Event]] = []  # pinned, in the order of their uploads
+        #: Pinned buffers, in the order of their uploads.
+        self._buffers: deque[tuple[Tensor, torch.cuda.Event]] = deque()
         self._is_current = False
         self._present: array[int] | None = None
         self.launches: list[Launch] = []
@@ -246,10 +250,10 @@ class Launches(Table):
             self._uploaded.copy_(self._words)
             return
         with on_device(self.device):
-            if len(self._buffers) < UPLOADS * self.most_sets:
+            if len(self._buffers) < UPLOADS * max(each.sets for each in self.launches):
                 buffer, read = torch.empty_like(self._words, pin_memory=True), torch.cuda.Event()
             else:
-                buffer, read = self._buffers.pop(0)
+                buffer, read = self._buffers.popleft()
                 read.synchronize()
             buffer.copy_(self._words)
             self._uploaded.copy_(buffer, non_blocking=True)

@@ -59,13 +59,15 @@ class Expected:
                 where=self.name,
                 remedy="give it memory of its own: p.data = p.data.resolve_neg()",
             )
-        # Strides of dimensions of one element may be any numbers.
-        strides = zip(self.size, self.stride, tensor.stride(), strict=False)
-        is_alike = tensor.shape == self.size and all(n <= 1 or a == b for n, a, b in strides)
-        if not (self.is_checked or is_alike):
+        if not self.is_checked and not self._has_layout_of(tensor):
             found = f"size {tuple(tensor.shape)} and strides {tensor.stride()}"
             raise self._changed(found, f"size {self.size} and strides {self.stride}")
         return False
+
+    def _has_layout_of(self, tensor: Tensor) -> bool:
+        """Return whether size and strides are as expected, ignoring strides of dimensions of one element."""
+        strides = zip(self.size, self.stride, tensor.stride(), strict=False)
+        return tensor.shape == self.size and all(n <= 1 or a == b for n, a, b in strides)
 
     def _holds(self, dtype: torch.dtype) -> bool:
         """Return whether the code can read the numbers of a dtype: its own, or exact copies in its own."""

@@ -18,6 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from collage_fx.capture.matching import Matcher
 from collage_fx.capture.recorder import Recorder
+from collage_fx.capture.segment import RecordedFunction
 from collage_fx.codegen import NoSpelling
 from collage_fx.graph import DEVICES, Reason, StepProgram, Unit
 from collage_fx.lowering import forget_kernels, kernels
@@ -48,14 +49,14 @@ def forget_steps() -> None:
 
 
 @contextlib.contextmanager
-def components_compiled() -> Iterator[list[object]]:
+def components_compiled() -> Iterator[list[RecordedFunction]]:
     """Context manager: components of recorded steps that are compiled are added to the list."""
-    found: list[object] = []
+    found: list[RecordedFunction] = []
     compile_one = Recorder._compile
 
-    def compiled(recorder: Recorder, function: object, **options: Any) -> Any:
+    def compiled(recorder: Recorder, function: RecordedFunction, **options: Any) -> Any:
         found.append(function)
-        return compile_one(recorder, function, **options)  # type: ignore[arg-type]
+        return compile_one(recorder, function, **options)
 
     with mock.patch.object(Recorder, "_compile", compiled):
         yield found
