@@ -79,11 +79,6 @@ class Launch:
         kinds = {a: c.kind for a, c in zip(self.function.arguments, self.kernel.columns, strict=True)}
         return [kinds[argument] for argument in self.function.accesses if kinds[argument] > 0]
 
-    @property
-    def sets(self) -> int:
-        """Number of sets of rows that have been launched: parts of a step that may be pending."""
-        return len(self._programs)
-
     def prepare(self, words: Tensor, present: array[int] | None) -> None:
         """Find the kernel of each row, by its addresses in the table, and the programs of each kernel."""
         device = self._launches.device
@@ -100,6 +95,7 @@ class Launch:
                 if device.type == "cuda":  # a launch on another stream than the memory's may still read it
                     dropped.record_stream(torch.cuda.current_stream(device))
         self.programs = self._programs[self._kinds.tobytes()] = {}
+        self._launches.sets = max(self._launches.sets, len(self._programs))
         kinds = torch.tensor(self._kinds)
         blocks = (torch.tensor(self.lengths) + self.function.size - 1) // self.function.size
         for kind, aligned in ((1, True), (2, False)):
@@ -147,6 +143,8 @@ class Launches(Table):
         self._adding: TableKernel | None = None
         #: Table, allocated at the first step.
         self.table = torch.empty(0, dtype=torch.int64)
+        #: Largest number of sets of rows of a launch: parts of a step that may be pending.
+        self.sets = 0
         #: Pinned buffers, in the order of their uploads.
         self._buffers: deque[tuple[Tensor, torch.cuda.Event]] = deque()
         self._is_current = False
@@ -250,7 +248,7 @@ class Launches(Table):
             self._uploaded.copy_(self._words)
             return
         with on_device(self.device):
-            if len(self._buffers) < UPLOADS * max(each.sets for each in self.launches):
+            if len(self._buffers) < UPLOADS * self.sets:
                 buffer, read = torch.empty_like(self._words, pin_memory=True), torch.cuda.Event()
             else:
                 buffer, read = self._buffers.popleft()

@@ -126,7 +126,9 @@ def note_generated_code(sources: Iterable[str]) -> None:
 
 
 class InductorFault(Exception):
-    """Failure of Inductor, or of the compiler that it calls; the message is the first line of theirs.
+    """Failure of Inductor, or of a compiler that it calls; the message is a line of theirs.
+
+    The line is the first, or the compiler's first that tells of an error.
 
     Attributes:
         ours: file, line and function of this package that raised the error; empty if Inductor raised it.
@@ -135,7 +137,8 @@ class InductorFault(Exception):
 
     def __init__(self, error: Exception) -> None:
         said = str(error).strip().splitlines() or [""]
-        super().__init__(f"{type(error).__name__}: {said[0]}")
+        first = next((line for line in said if " error: " in line), said[0])
+        super().__init__(f"{type(error).__name__}: {first}")
         self.ours = _ours(error)
         self.is_by_compiler = isinstance(error, CppCompileError)
 

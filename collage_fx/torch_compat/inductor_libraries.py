@@ -47,13 +47,14 @@ def load_cpp_library(source: str, flags: Sequence[str] = ()) -> ctypes.CDLL:
 
     The compiler may use every instruction of this processor; machines that share the folder and have others
     compile a library of their own. Inductor would first test which vectors its own C++ can be compiled for,
-    which takes longer than all our kernels. ``flags`` are given to the compiler after Inductor's.
+    which takes longer than all our kernels. ``flags`` are given to the compiler after Inductor's. The source
+    is C++17, whatever Inductor's own is: that of the oldest supported torch.
 
     Raises:
         torch._inductor.exc.CppCompileError: the compiler refuses the source.
         torch._inductor.exc.InvalidCxxCompiler: there is no compiler.
     """
-    options = _Options(extra_flags=flags)
+    options = _Options(extra_flags=["-std=c++17", *flags])
     command = cpp_builder.CppBuilder("library", "source", options).get_command_line()
     text = f"// For a processor with {processor_features()}\n// {command}\n{source}"
     folder, name = Path(_cache_folder(), "collage_fx"), hashlib.sha256(text.encode()).hexdigest()[:32]

@@ -18,12 +18,13 @@ from torch._dynamo.symbolic_convert import TensorifyState
 from torch._dynamo.utils import counters
 from torch._inductor.cpp_builder import CppBuilder
 from torch._inductor.cpu_vec_isa import VecAVX2, VecAVX512
+from torch._inductor.exc import CppCompileError
 from torch._inductor.runtime.cache_dir_utils import cache_dir
 from torch._inductor.utils import fresh_cache
 
 from collage_fx import CollageBackend, backend_of, install, numerics, torch_compat
 from collage_fx.codegen import lowerings
-from collage_fx.torch_compat import load_cpp_library, patch_optimizers, patches, records
+from collage_fx.torch_compat import InductorFault, load_cpp_library, patch_optimizers, patches, records
 from collage_fx.torch_compat.optim_frames import key_of_code
 from collage_fx.torch_compat.patch_numbers import BurnedIn, noticing_burned_in
 from tests.support.substitutes import compiled_for_vectors, processor
@@ -198,6 +199,15 @@ def test_a_library_for_another_processor_is_not_found_in_a_cache() -> None:
         assert library.answer() == 42
         names.append(library._name)
     assert names[0] == names[2] != names[1]
+
+
+def test_cpp_of_a_newer_standard_than_the_oldest_torch_has_is_refused_and_the_reason_is_shown() -> None:
+    """C++20 would compile with torch 2.13 alone: torch 2.11's Inductor asks for C++17."""
+    source = '#include <bit>\nextern "C" float number(unsigned bits) { return std::bit_cast<float>(bits); }\n'
+    with pytest.raises(CppCompileError) as refused:
+        load_cpp_library(source)
+    said = str(InductorFault(refused.value))
+    assert re.match(r"CppCompileError: .*:4:\d+: error: .*bit_cast.*$", said), said
 
 
 OF_TORCH_OPTIM = [
