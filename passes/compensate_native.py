@@ -48,7 +48,7 @@ from torch.fx.node import map_arg
 
 from collage_fx import graph
 from collage_fx.graph import GraphEditor, Kind, StateTensor, StepProgram
-from collage_fx.numerics import DoubleWord, arithmetic
+from collage_fx.numerics import DoubleWord, arithmetic, operators
 from collage_fx.passes.base import Pass
 
 aten = torch.ops.aten
@@ -242,7 +242,7 @@ class _PathRewriter:
 
     def _parts(self, wide: Node) -> Word:
         value = self.editor.convert(wide, torch.float32)
-        return self.inline(arithmetic.split, value, self.dtype, self.dtype)
+        return self.inline(operators.split, value, self.dtype, self.dtype)
 
     def _split(self, wide: Node) -> Node:
         return self._defined(self._parts(wide))
@@ -373,7 +373,7 @@ def _decay(factor: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
     increment = factor - 1
     near = increment.abs() <= factor.abs() / 2
     scaled = torch.where(near, increment, factor).to(torch.float32)
-    return near.to(dtype), *arithmetic.split(scaled, dtype, dtype)
+    return near.to(dtype), *operators.split(scaled, dtype, dtype)
 
 
 def _both_times(hi: Tensor, lo: Tensor, number: Tensor) -> DoubleWord:

@@ -10,9 +10,7 @@ from typing import Any
 import hypothesis
 import pytest
 import torch
-from torch._inductor.runtime.cache_dir_utils import cache_dir
 
-from collage_fx.codegen import REVISION
 from tests.support import substitutes
 from tests.support.processes import Processes
 from tests.support.slow import IN_TURN, TODAYS_THIRD, Clock, Times, left_out
@@ -32,7 +30,6 @@ def pytest_report_header(config: pytest.Config) -> str:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    _use_cache_of_revision()
     too_slow = hypothesis.HealthCheck.too_slow  # so is any strategy on a machine that others use, too
     hypothesis.settings.register_profile("any machine", suppress_health_check=[too_slow])
     hypothesis.settings.load_profile("any machine")
@@ -40,17 +37,6 @@ def pytest_configure(config: pytest.Config) -> None:
     if not hasattr(config, "workerinput"):  # workers of pytest-xdist send their reports to this process
         is_all = config.getoption("all") and not _is_chosen(config) and not config.getoption("keyword")
         config.pluginmanager.register(Times(write=config.getoption("write_slow"), is_all=is_all))
-
-
-def _use_cache_of_revision() -> None:
-    """Give Inductor a cache folder that holds code for today's definitions of our operators alone.
-
-    Inductor's key has the names of operators. Graphs that we compile have the revision in their key, but a
-    test that compiles an operator by plain Inductor found the code of an earlier revision, which crashed.
-    """
-    folder = Path(cache_dir())
-    if folder.name != REVISION:  # workers of pytest-xdist find it set
-        os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(folder / REVISION)
 
 
 def pytest_sessionstart(session: pytest.Session) -> None:

@@ -21,7 +21,6 @@ from collage_fx.codegen.address_tables import (
 )
 from collage_fx.codegen.elements import has_spelling
 from collage_fx.codegen.kernels import FLAGS, flat_kernel, number_kernel
-from collage_fx.codegen.lowerings import REVISION
 from collage_fx.codegen.spellings import NoSpelling
 from collage_fx.codegen.triton_kernels import table_kernel
 from collage_fx.codegen.whole_values import (

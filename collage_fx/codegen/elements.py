@@ -19,7 +19,7 @@ Values that are made of scales of blocks, and of which a rounding asks, have a l
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from enum import Enum, auto
 from typing import Any, NamedTuple
 
@@ -34,9 +34,6 @@ from collage_fx.graph import made_of, reached, tensor_value
 from collage_fx.torch_compat import OpOverload
 
 aten = torch.ops.aten
-
-#: The eager function that an operator of ours is one node for.
-FUNCTIONS: dict[Any, Callable[..., Tensor]] = {each.operator: each.function for each in numerics.ELEMENTWISE}
 
 #: Functions that join hi and an error term. Where their results are below a limit they are finite.
 JOINS = (numerics.arithmetic.with_lower_half, numerics.with_byte, numerics.arithmetic.with_ulp_parts)
@@ -258,7 +255,7 @@ def has_spelling(node: Node) -> bool:
 
     An operation whose result is no tensor (a list of tensors, a size) has none.
     """
-    if node.target in FUNCTIONS or node.target in (*numerics.PLACED, *numerics.BLOCK_OPERATORS):
+    if node.target in (*numerics.ELEMENTWISE, *numerics.PLACED, *numerics.BLOCK_OPERATORS):
         return True
     result = tensor_value(node)
     if result is None:
@@ -365,8 +362,8 @@ class _Rewriter:
             raise NoSpelling(f"{getattr(target, '__name__', target)} of integers that are no tensors")
         dtype = value.dtype
         args: tuple[Any, ...] = node.args
-        if target in FUNCTIONS:
-            return self._call(FUNCTIONS[target], args, node, dtype)
+        if target in numerics.ELEMENTWISE:
+            return self._call(numerics.ELEMENTWISE[target], args, node, dtype)
         if target in numerics.PLACED:
             at = self._call(place, (), node, dtype)
             return self._call(numerics.PLACED[target], (at, *args[1:]), node, dtype)

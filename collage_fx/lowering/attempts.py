@@ -20,6 +20,7 @@ from torch.fx import GraphModule
 
 from collage_fx.errors import FailedLoweringError
 from collage_fx.graph import Reason, Reasons, copy_of, device_facts, not_taken
+from collage_fx.lowering.elementary import in_elementary_operations
 from collage_fx.torch_compat import InductorFault, boxed_call, inductor_compile_inner, inductor_config
 
 #: Ways to compile a graph, the fastest code first: descriptions and context managers.
@@ -64,7 +65,8 @@ def compile_somehow(gm: GraphModule, inputs: Sequence[Any], **options: Any) -> A
     for way, simplified in WAYS:
         try:
             with simplified(), inductors_faults():
-                compiled = inductor_compile_inner(copy_of(spare) if faults else gm, inputs, **options)
+                given = in_elementary_operations(copy_of(spare) if faults else gm)
+                compiled = inductor_compile_inner(given, inputs, **options)
             simpler = Reason(f"Inductor failed: {faults[0]}; compiled {way}") if faults else None
             return Attempt(compiled, not_taken(("by the usual code", simpler)))
         except InductorFault as fault:

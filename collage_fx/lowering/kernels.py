@@ -200,10 +200,8 @@ def _compiled(rule: Rule, no_table: Reason) -> Kernel | Reason:
     if rule.is_tabled and any(line.args[1] == HOST for line in rule.lines if line.target is None):
         return replace(no_table, what=f"it reads a number of the host's, and {no_table.what}")
     settings: dict[str, Any] = {"size_asserts": not (rule.flat or rule.independent)}
-    if rule.flat and rule.width > 1:
-        settings.update(INLINED)
     if rule.is_tabled:
-        settings["combo_kernels"] = False
+        settings |= {"combo_kernels": False, **(INLINED if rule.flat and rule.width > 1 else {})}
     with SymbolicScope() as scope:
         made = _by_inductor(rule, graph_of(rule, scope, HINT), no_table, settings)
     if isinstance(made, Reason):

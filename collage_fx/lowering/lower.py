@@ -11,7 +11,6 @@ from torch.fx import Graph
 
 from collage_fx import graph
 from collage_fx.choices import Arithmetic
-from collage_fx.codegen import REVISION
 from collage_fx.errors import CollageError, FailedLoweringError, FailedPassError, InvalidOptionError, warn
 from collage_fx.graph import InputInfo, Reason, Reasons, Role, StateTensor, StepProgram, Unit
 from collage_fx.lowering.attempts import Attempt, compile_somehow, interpreted
@@ -19,36 +18,31 @@ from collage_fx.lowering.schedule import lower_in_parts, repeated
 from collage_fx.lowering.stacks import in_stacks
 from collage_fx.lowering.transposes import in_order_of_memory
 from collage_fx.runtime import CompensatedStep, Expected, Plan, StepInParts, bind
-from collage_fx.torch_compat import FREEZES_NUMBERS, add_to_cache_key, inductor_config, local_tensor
+from collage_fx.torch_compat import FREEZES_NUMBERS, inductor_config, local_tensor
 
 _T = TypeVar("_T")
-
-#: Nodes of a kernel, of which Inductor takes 64.
-MOST_NODES = 1024
 
 #: Largest number of matrix products in a compiled graph of a recorded step; more of them are an iteration.
 MOST_MATRIX_PRODUCTS = 16
 
-#: Note [Double-word graphs reuse every value]
-#: Inductor inlines a value of less than 30 operations into each of its readers. In a TwoSum every value has
-#: two or three, so that a chain of them is traced exponentially often (minutes for one tensor). So values are
-#: nodes from the eighth operation on, and kernels may fuse that many nodes.
-DENSE_REUSE = {"realize_opcount_threshold": 8, "max_fusion_size": MOST_NODES}
-
 #: Settings for error-free transformations, whose ``(a + b) - a`` unsafe optimizations make ``b``, and for
 #: integers modulo 2**32: without ``-fwrapv`` GCC takes away the end of a loop in which an int always
 #: overflows. Inductor puts the text of a flag into its command as it is.
+#:
+#: Note [Roundings reuse every value]
+#: Inductor inlines a value of less than 30 operations into each of its readers. In a rounding or a TwoSum
+#: every value has two or three, so that a chain of them is traced exponentially often (minutes for one
+#: tensor). So values are nodes from the eighth operation on, and kernels may fuse more nodes than 64.
 IEEE_SETTINGS: dict[str, Any] = {
     "cpp.enable_unsafe_math_opt_flag": False,
     "cpp.enable_floating_point_contract_flag": "off -fwrapv",
+    "realize_opcount_threshold": 8,
+    "max_fusion_size": 1024,
 }
 
 #: Inductor's constant folding makes ``zeros * beta + g`` into ``g`` itself: momentum that is born so shares
 #: its memory with the gradient, or with other momentum, and is overwritten with it. Plain Inductor does that.
 JOINT_GRAPH_SETTINGS: dict[str, Any] = {"joint_graph_constant_folding": False}
-
-#: ``native`` rounds every operation, also Triton's division, otherwise ``div.full.f32`` within 2 ulps.
-NATIVE_SETTINGS: dict[str, Any] = {**IEEE_SETTINGS, **DENSE_REUSE, "eager_numerics.division_rounding": True}
 
 #: Description of an argument that a step adds to its arguments.
 ERROR_TERM = InputInfo("an error term", "lo", Role.OTHER)
@@ -199,9 +193,11 @@ def _settings(program: StepProgram) -> dict[str, Any]:
 
 def inductor_settings(arithmetic: Arithmetic, devices: Iterable[torch.device] = ()) -> dict[str, Any]:
     """Return the Inductor settings for a graph of this arithmetic on these devices."""
-    settings = NATIVE_SETTINGS if arithmetic == "native" else IEEE_SETTINGS
+    settings = dict(IEEE_SETTINGS)
+    if arithmetic == "native":  # rounds Triton's division, too, otherwise div.full.f32 within 2 ulps
+        settings["eager_numerics.division_rounding"] = True
     for each in devices:
-        settings = {**settings, **graph.device_facts(each).settings}
+        settings |= graph.device_facts(each).settings
     return settings
 
 
@@ -214,7 +210,6 @@ def _whole(program: StepProgram, example_inputs: Sequence[Any], inductor_options
     are_static = [s.info.bound and s.position in static for s in program.expansions for _ in s.added_inputs]
     static += [i for i, is_static in enumerate(are_static, len(example_inputs)) if is_static]
     added = graph.placeholders(program.gm.graph)[len(example_inputs) :]
-    add_to_cache_key(program.gm, revision=REVISION)
     inputs = [*example_inputs, *(node.meta["val"] for node in added)]
     for expansion in program.expansions:
         if not expansion.hi:  # it has no memory in a step, and so not the strides that it was captured with

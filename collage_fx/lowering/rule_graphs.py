@@ -6,15 +6,12 @@ process, which is what Inductor's cache goes by.
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import torch
 from torch.fx import Graph, GraphModule, Node
 
-from collage_fx.codegen import REVISION
 from collage_fx.lowering.rules import Reference, Rule, Symbol
-from collage_fx.numerics import REST
 from collage_fx.torch_compat import SymbolicScope, add_to_cache_key, pytree
 
 aten = torch.ops.aten
@@ -62,39 +59,9 @@ def graph_of(rule: Rule, scope: SymbolicScope, hint: int) -> GraphModule:
         store = graph.call_function(aten.copy_.default, (into, value))
         store.meta["val"] = into.meta["val"]
     graph.output(())
-    _use_rest(graph)
     gm = GraphModule({}, graph)
-    add_to_cache_key(gm, revision=REVISION, hint=hint)
+    add_to_cache_key(gm, hint=hint)
     return gm
-
-
-def _use_rest(graph: Graph) -> None:
-    """Replace traces of ``arithmetic.rest`` by the operator ``rest``, whose code is shorter.
-
-    They are ``where(abs(hi) < inf, value - hi, 0)``.
-    """
-    for node in graph.find_nodes(op="call_function", target=aten.where.self):
-        operands: tuple[Any, ...] = node.args
-        finite, difference, zero = operands
-        if not all(isinstance(each, Node) for each in operands) or difference.kwargs:
-            continue
-        if (difference.target, finite.target) != (aten.sub.Tensor, aten.lt.Scalar):
-            continue
-        (value, hi), (size, limit) = difference.args, finite.args
-        is_rest = (
-            (limit == math.inf and isinstance(size, Node))
-            and (size.target, size.args) == (aten.abs.default, (hi,))
-            and (zero.target is aten.full.default and zero.args[1] == 0)
-            and (isinstance(value, Node) and isinstance(hi, Node))
-            and value.meta["val"].dtype == hi.meta["val"].dtype == torch.float32
-            and value.meta["val"].shape == hi.meta["val"].shape
-        )
-        if is_rest:
-            with graph.inserting_before(node):
-                made = graph.call_function(REST, (value, hi))
-            made.meta["val"] = node.meta["val"]
-            node.replace_all_uses_with(made)
-    graph.eliminate_dead_code()
 
 
 def _input(graph: Graph, name: str, value: Any) -> Node:

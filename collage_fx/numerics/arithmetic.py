@@ -120,29 +120,9 @@ def join(hi: Tensor, lo: Tensor) -> Tensor:
     """Add hi and lo in float32, with a relative error of at most 2**-24.
 
     ``hi`` and ``lo`` have the same shape. The sum is exact for pairs that span at most 24 bits, as every pair
-    from :func:`split` does.
+    from ``operators.split`` does.
     """
     return hi.to(torch.float32) + lo.to(torch.float32)
-
-
-def split(value: Tensor, dtype: torch.dtype, lo_dtype: torch.dtype) -> DoubleWord:
-    """Split a value into ``hi = RN(value)`` in ``dtype`` and ``lo = value - hi``, rounded to ``lo_dtype``.
-
-    ``value - hi`` is exact in float32. With ``lo_dtype == dtype`` the sum ``hi + lo`` differs from ``value``
-    by at most ``max(u**2 |value|, q/2)``, where q is the format's smallest subnormal. With ``lo_dtype ==
-    float32`` the sum is exact. ``|lo| <= ulp(hi)/2``, and ``hi = RN(hi + lo)`` unless rounding took ``lo`` up
-    to exactly ``ulp(hi)/2`` beside an odd hi: there hi is the nearest to ``value``, but ``hi + lo`` is a tie
-    (which rounds to infinity beside the largest number). Where ``hi`` is not finite, also from a large finite
-    ``value``, ``lo`` is zero, so that one infinite or NaN update leaves no garbage in ``lo``.
-
-    Args:
-        value: float32, any shape.
-        dtype: dtype of ``hi``, bfloat16 or float16.
-        lo_dtype: dtype of ``lo``, ``dtype`` or float32.
-    """
-    hi = value.to(dtype)
-    stored = hi.to(torch.float32)
-    return hi, rest(value, stored).to(lo_dtype)
 
 
 def rest(value: Tensor, hi: Tensor) -> Tensor:
@@ -286,7 +266,7 @@ def scalar_like(value: float, like: Tensor) -> Tensor:
 def double_word_constant(value: float, dtype: torch.dtype) -> tuple[float, float]:
     """Split a Python number into a double word of ``dtype``: (RN(value), RN(value - RN(value))).
 
-    The error is at most ``max(u**2 |value|, q/2)``, as of :func:`split`. lo is zero if hi is not finite.
+    The error is at most ``max(u**2 |value|, q/2)``. lo is zero if hi is not finite.
     """
     fmt = storage_format(dtype)
     hi = fmt.round(value)

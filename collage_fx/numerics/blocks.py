@@ -260,4 +260,5 @@ BLOCK_VALUES = define_operator(
     lambda codes, scales, bits, signed: torch.empty_like(codes, dtype=torch.float32),
 )
 
-BLOCK_OPERATORS = (BLOCK_SCALES, BLOCK_CODES, BLOCK_VALUES)
+#: Operators on blocks, and their eager functions.
+BLOCK_OPERATORS = {BLOCK_SCALES: _scales, BLOCK_CODES: _codes, BLOCK_VALUES: _values}

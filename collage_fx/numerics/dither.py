@@ -80,12 +80,16 @@ def phases(like: Tensor, phase: Tensor, first: Tensor | None = None) -> Tensor:
         phase: phase of the first element in memory, int32, 0-d.
         first: index of that element, int32, 0-d, if ``phase`` is the phase of index 0; None for index 0.
     """
-    places = torch.zeros((), dtype=torch.int64, device=like.device)
+    return torch.empty_like(like, dtype=torch.int32).copy_(phase_at(places(like), phase, first))
+
+
+def places(like: Tensor) -> Tensor:
+    """Compute the offset in memory of every element from the first, int32."""
+    found = torch.zeros((), dtype=torch.int64, device=like.device)
     for dim, (size, step) in enumerate(zip(like.shape, like.stride(), strict=True)):
         along = torch.arange(size, device=like.device) * step
-        places = places + along.reshape((size,) + (1,) * (like.dim() - dim - 1))
-    found = phase_at(places.to(torch.int32), phase, first)
-    return torch.empty_like(like, dtype=torch.int32).copy_(found)
+        found = found + along.reshape((size,) + (1,) * (like.dim() - dim - 1))
+    return found.to(torch.int32)
 
 
 def phase_at(place: Tensor, phase: Tensor, first: Tensor | None = None) -> Tensor:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import inspect
 import itertools
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -54,46 +54,33 @@ def _like(dtype: torch.dtype | None) -> Callable[..., Tensor]:
     return lambda x, *others: torch.empty_like(x, dtype=dtype)
 
 
-class Elementwise(NamedTuple):
-    """Elementwise operator of ours, called with tensors, then constants, and its eager function.
-
-    Attributes:
-        dtypes: dtypes of the tensors.
-        result: dtype of the result.
-    """
-
-    operator: Any
-    function: Callable[..., Tensor]
-    dtypes: tuple[torch.dtype, ...]
-    result: torch.dtype
-
-
-def _elementwise(
-    function: Callable[..., Tensor], *dtypes: torch.dtype, result: torch.dtype = torch.float32
-) -> Elementwise:
+def _elementwise(function: Callable[..., Tensor], tensors: int, result: torch.dtype) -> Any:
     """Define an operator with a function's name and arguments: tensors, then dtypes of torch's."""
-    kinds = itertools.chain(["Tensor"] * len(dtypes), itertools.repeat("ScalarType"))
+    kinds = itertools.chain(["Tensor"] * tensors, itertools.repeat("ScalarType"))
     arguments = ", ".join(map("{} {}".format, kinds, inspect.signature(function).parameters))
     schema = f"{function.__name__}({arguments}) -> Tensor"
-    operator = define_operator(schema, function, _like(result), torch.Tag.pointwise)
-    return Elementwise(operator, function, dtypes, result)
+    return define_operator(schema, function, _like(result), torch.Tag.pointwise)
 
 
-ELEMENTWISE = (
-    _elementwise(arithmetic.round_to_storage, torch.float32),
-    _elementwise(arithmetic.rest, torch.float32, torch.float32),
-    _elementwise(arithmetic.upper_half, torch.float32),
-    _elementwise(arithmetic.lower_half, torch.float32, result=torch.int16),
-    _elementwise(arithmetic.with_lower_half, torch.float32, torch.int16),
-    _elementwise(arithmetic.ulp_parts, torch.float32, torch.float32, result=torch.int16),
-    _elementwise(arithmetic.with_ulp_parts, torch.float32, torch.int16),
-    _elementwise(dither.phase, torch.int32, torch.int32, result=torch.int32),
-    _elementwise(dither.dithered, torch.float32, torch.int32),
-    _elementwise(dither.dithered_sum, torch.float32, torch.float32, torch.int32),
-    _elementwise(float24.dithered_upper, torch.float32, torch.int32),
-    _elementwise(float24.dithered_byte, torch.float32, torch.int32, result=torch.int8),
-    _elementwise(float24.with_byte, torch.float32, torch.int8),
-)
+#: Elementwise operators of ours, and their eager functions.
+ELEMENTWISE: dict[Any, Callable[..., Tensor]] = {
+    _elementwise(function, tensors, result): function
+    for function, tensors, result in (
+        (arithmetic.round_to_storage, 1, torch.float32),
+        (arithmetic.rest, 2, torch.float32),
+        (arithmetic.upper_half, 1, torch.float32),
+        (arithmetic.lower_half, 1, torch.int16),
+        (arithmetic.with_lower_half, 2, torch.float32),
+        (arithmetic.ulp_parts, 2, torch.int16),
+        (arithmetic.with_ulp_parts, 2, torch.float32),
+        (dither.phase, 2, torch.int32),
+        (dither.dithered, 2, torch.float32),
+        (dither.dithered_sum, 3, torch.float32),
+        (float24.dithered_upper, 2, torch.float32),
+        (float24.dithered_byte, 2, torch.int8),
+        (float24.with_byte, 2, torch.float32),
+    )
+}
 
 #: Operators of the functions of the same names.
 _ours = torch.ops.collage_fx
@@ -112,3 +99,22 @@ PHASES = define_operator(
 )
 #: Operators ``(like, *numbers)`` of int32 -> functions of an element's place in memory, and the numbers.
 PLACED: dict[Any, Callable[..., Tensor]] = {PHASES: dither.phase_at}
+
+
+def split(value: Tensor, dtype: torch.dtype, lo_dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Split a value into ``hi = RN(value)`` in ``dtype`` and ``lo = value - hi``, rounded to ``lo_dtype``.
+
+    ``value - hi`` is exact in float32. With ``lo_dtype == dtype`` the sum ``hi + lo`` differs from ``value``
+    by at most ``max(u**2 |value|, q/2)``, where q is the format's smallest subnormal. With ``lo_dtype ==
+    float32`` the sum is exact. ``|lo| <= ulp(hi)/2``, and ``hi = RN(hi + lo)`` unless rounding took ``lo`` up
+    to exactly ``ulp(hi)/2`` beside an odd hi: there hi is the nearest to ``value``, but ``hi + lo`` is a tie
+    (which rounds to infinity beside the largest number). Where ``hi`` is not finite, also from a large finite
+    ``value``, ``lo`` is zero, so that one infinite or NaN update leaves no garbage in ``lo``.
+
+    Args:
+        value: float32, any shape.
+        dtype: dtype of ``hi``, bfloat16 or float16.
+        lo_dtype: dtype of ``lo``, ``dtype`` or float32.
+    """
+    hi = value.to(dtype)
+    return hi, REST(value, hi.to(torch.float32)).to(lo_dtype)

@@ -53,6 +53,7 @@ if TYPE_CHECKING or is_used(__name__):
             decides_by_number,
             decisions_by,
             detect_fake_mode,
+            enable_python_dispatcher,
             fake_like,
             is_in_host_memory,
             real_tensors,
@@ -75,15 +76,9 @@ if TYPE_CHECKING or is_used(__name__):
             innermost_callable,
             mode_options,
             note_generated_code,
+            realize_results_of,
         )
         from collage_fx.torch_compat.inductor_libraries import ADDRESS_OF_TENSOR, CFunction, load_cpp_library
-        from collage_fx.torch_compat.inductor_lowerings import (
-            pointwise_of,
-            register_block_lowerings,
-            register_placed_lowering,
-            register_pointwise_lowering,
-            register_realizing_lowering,
-        )
         from collage_fx.torch_compat.optim_frames import (
             ORIGINAL,
             calls_compiled_function,

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import functools
+import hashlib
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from contextvars import ContextVar
+from pathlib import Path
 from typing import Any, cast
 
 import torch
@@ -16,6 +19,7 @@ from torch._inductor.compile_fx import compile_fx, compile_fx_inner
 from torch._inductor.cpu_vec_isa import pick_vec_isa
 from torch._inductor.decomposition import select_decomp_table
 from torch._inductor.exc import CppCompileError
+from torch._inductor.lowering import register_lowering
 
 from collage_fx.torch_compat.patch_inductor import without_contraction, without_patterns
 from collage_fx.torch_compat.patch_numbers import keeping_numbers_symbolic
@@ -48,6 +52,13 @@ def add_to_cache_key(gm: torch.fx.GraphModule, **facts: object) -> None:
         setattr(gm, FACT + name, fact)
 
 
+@functools.cache
+def _revision() -> str:
+    """Return a hash of this package: its settings and patches decide the results of Inductor's code."""
+    texts = (path.read_text(encoding="utf-8") for path in sorted(Path(__file__).parent.glob("*.py")))
+    return hashlib.sha256("".join(texts).encode()).hexdigest()
+
+
 def copy_cache_facts(source: torch.fx.GraphModule, to: torch.fx.GraphModule) -> None:
     """Copy the facts of :func:`add_to_cache_key` from a graph to its copy."""
     for name, fact in vars(source).items():
@@ -69,9 +80,10 @@ def inductor_compile_inner(gm: torch.fx.GraphModule, example_inputs: Sequence[An
 def inductor_compile_as_it_is(gm: torch.fx.GraphModule, example_inputs: Sequence[Any], **kwargs: Any) -> Any:
     """Compile a functional ATen graph to the code that plain Inductor writes.
 
-    The cache key gets the vector instructions that the code is written for: a machine with AVX2 would get
-    code of a machine with AVX-512, which computes other results there.
+    The cache key gets the revision of this package, and the vector instructions that the code is written for:
+    a machine with AVX2 would get code of a machine with AVX-512, which computes other results there.
     """
+    add_to_cache_key(gm, revision=_revision())
     if any(isinstance(each, torch.Tensor) and each.device.type == "cpu" for each in example_inputs):
         isa = pick_vec_isa()
         add_to_cache_key(gm, vectors=(str(isa), isa.bit_width()))
@@ -83,6 +95,15 @@ def inductor_compile_as_it_is(gm: torch.fx.GraphModule, example_inputs: Sequence
     if hasattr(compiled, "source_code"):
         note_generated_code([compiled.source_code])
     return compiled
+
+
+def realize_results_of(operator: Any) -> None:
+    """Lower ``operator(x)`` to ``x`` stored in memory: its readers load it, not recompute it."""
+
+    @register_lowering(operator, type_promotion_kind=None)
+    def lowering(x: Any) -> Any:
+        x.realize()
+        return x
 
 
 def _write_factors_out(graph: torch.fx.Graph) -> None:

@@ -14,11 +14,11 @@ from torch.fx import Graph
 
 from collage_fx import backend_of, install
 from collage_fx.codegen import FLAGS, NoSpelling, flat_kernel, number_kernel
-from collage_fx.codegen.elements import FUNCTIONS, JOINS
+from collage_fx.codegen.elements import JOINS
 from collage_fx.codegen.functions import function_of
 from collage_fx.codegen.kernels import LIMITS, PRELUDE, PRELUDE_F16
 from collage_fx.codegen.spellings import CPP
-from collage_fx.numerics import arithmetic, dithered, dithered_sum, dithered_upper, with_byte
+from collage_fx.numerics import ELEMENTWISE, arithmetic, dithered, dithered_sum, dithered_upper, with_byte
 from collage_fx.numerics.dither import phase
 from collage_fx.numerics.float24 import dithered_byte
 from collage_fx.torch_compat import load_cpp_library
@@ -288,7 +288,7 @@ def test_every_operator_with_a_question_is_tested_here() -> None:
     tested = {case[0] for case in ROUNDINGS} | {*JOINS}
     asking = {arithmetic.rest, arithmetic.ulp_parts}  # of hi, which is rounded
     asks_nothing = {dithered_sum: (F32, F32, I32), phase: (I32, I32)}
-    assert tested | asking | {*asks_nothing} == {*FUNCTIONS.values()}
+    assert tested | asking | {*asks_nothing} == {*ELEMENTWISE.values()}
     assert not any(function_of(CPP, *each).tests for each in asks_nothing.items())
 
 

@@ -8,8 +8,9 @@ import torch
 from torch import Tensor
 from torch._inductor import config
 
-from collage_fx.numerics import REST, ROUND_TO_STORAGE, UPPER_HALF, arithmetic
-from collage_fx.numerics.operators import LOWER_HALF, ULP_PARTS, WITH_LOWER_HALF, WITH_ULP_PARTS
+from collage_fx.numerics import ROUND_TO_STORAGE, UPPER_HALF, arithmetic
+from collage_fx.numerics.operators import LOWER_HALF, REST, ULP_PARTS, WITH_LOWER_HALF, WITH_ULP_PARTS
+from collage_fx.numerics.operators import split as split_number
 from tests.support.printed import BACKENDS
 
 DTYPES = [torch.bfloat16, torch.float16]
@@ -273,7 +274,7 @@ def test_rest_of_bfloat16_vectors(backend: Any) -> None:
         return hi.to(torch.bfloat16), REST(x, hi).to(torch.bfloat16)
 
     x = torch.cat([_patterns(), torch.full((32 * 16,), 0.3)])
-    a, b = arithmetic.split(x, torch.bfloat16, torch.bfloat16)
+    a, b = split_number(x, torch.bfloat16, torch.bfloat16)
     largest = torch.finfo(torch.bfloat16).max
     special = torch.tensor([1e-39, largest, float("inf"), float("-inf"), float("nan"), 0.0, -0.0])
     where = slice(-32 * 8 + 5, -32, 32)  # seven vectors, one of the special numbers in each

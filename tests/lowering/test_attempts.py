@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from collage_fx import CollageBackend
 from collage_fx.errors import FailedLoweringError
 from collage_fx.lowering import forget_kernels, interpreted
-from tests.support.substitutes import failing_at_first, lowering_in_inductor, no_compiler
+from tests.support.substitutes import failing_at_first, no_compiler, tracing_roundings
 from tests.support.training import Descent, differences, everything, parameters, run_steps
 
 
@@ -123,13 +123,14 @@ def broken_in_a_library(*args: Any, **kwargs: Any) -> Any:
 def test_a_fault_of_our_own_is_no_fault_of_inductors(fault: Any) -> None:
     params = parameters(shapes=[(4, 64)])
     before = [p.detach().clone() for p in params]
+    step = torch.compile(Descent(params).step, backend=CollageBackend(error_format="mcf"))
     error = "JSONDecodeError" if fault is broken_in_a_library else "LookupError"
     with (
-        lowering_in_inductor(fault),
+        tracing_roundings(fault),
         fresh_cache(),
         pytest.raises(FailedLoweringError, match=rf"collage_fx.* failed: .*{error}") as raised,
     ):
-        run_steps(torch.compile(Descent(params).step, backend=CollageBackend()), params, range(1))
+        run_steps(step, params, range(1))
     assert re.search(r"where: \S*collage_fx/\S*\.py:\d+ in ", str(raised.value))
     assert "report it" in str(raised.value)
     assert all(torch.equal(p, old) for p, old in zip(params, before, strict=True))

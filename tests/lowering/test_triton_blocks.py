@@ -44,7 +44,8 @@ def test_a_step_is_one_kernel_that_reads_each_byte_once(state: PackedFormatName)
     rule = rule_with_blocks(state)
     with scope:
         graph = graph_of(rule, scope, kernels.HINT)
-        with torch._inductor.config.patch(inductor_settings("wide", [torch.device("cuda")])):
+        settings = {**inductor_settings("wide", [torch.device("cuda")]), **kernels.INLINED}
+        with torch._inductor.config.patch(settings):
             source = offline.triton_source(offline.to_cuda(graph))
     (kernel,) = offline.kernels(source).values()
     assert "persistent_reduction" in kernel

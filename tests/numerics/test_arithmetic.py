@@ -21,10 +21,10 @@ from collage_fx.numerics.arithmetic import (
     multiply_double_words,
     negate_double_word,
     scale_double_word,
-    split,
     two_prod,
     two_sum,
 )
+from collage_fx.numerics.operators import split
 from tests.support.bit_patterns import (
     Generator,
     examples,

@@ -11,10 +11,9 @@ from torch import Tensor
 from torch._inductor import config
 from torch.overrides import TorchFunctionMode
 
-import collage_fx.codegen.lowerings  # noqa: F401  # which has the lowerings
-from collage_fx.numerics import BLOCK, BLOCK_CODES, BLOCK_SCALES, BLOCK_VALUES, CODES
+from collage_fx.numerics import BLOCK, BLOCK_CODES, BLOCK_SCALES, BLOCK_VALUES
 from collage_fx.numerics.arithmetic import scalar_like
-from collage_fx.numerics.blocks import LARGEST, block_code, block_scale, most_of_block, units_of_block
+from collage_fx.numerics.blocks import CODES, LARGEST, block_code, block_scale, most_of_block, units_of_block
 from collage_fx.numerics.dither import phase, phases
 from collage_fx.numerics.error_formats.blocks import Blocks
 from tests.support.float_bits import same_bits

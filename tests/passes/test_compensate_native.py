@@ -14,9 +14,9 @@ from collage_fx.numerics.arithmetic import (
     double_word_constant,
     grow,
     multiply_double_words,
-    split,
 )
 from collage_fx.numerics.formats import storage_format
+from collage_fx.numerics.operators import split
 from tests.support.exact import ENCODINGS, fractions
 from tests.support.programs import after, captured, sgd
 

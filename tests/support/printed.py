@@ -10,9 +10,11 @@ from torch._inductor.compile_fx import compile_fx
 from torch.fx import GraphModule
 
 from collage_fx.graph import Reason
+from collage_fx.lowering.elementary import in_elementary_operations
 from collage_fx.lowering.lower import inductor_settings
 from collage_fx.lowering.schedule import lower_in_parts
 from collage_fx.runtime import StepInParts
+from collage_fx.torch_compat import inductor_compile_as_it_is
 
 __all__ = ["BACKENDS", "by_inductor", "in_parts"]
 
@@ -31,8 +33,13 @@ def in_parts(gm: GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
 
 def by_inductor(gm: GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
     """Compile a graph by Inductor, with the settings that a step which is compiled as one graph has."""
+
+    def inner(gm: GraphModule, inputs: Sequence[Any], **options: Any) -> Any:
+        return inductor_compile_as_it_is(in_elementary_operations(gm), inputs, **options)
+
     settings = inductor_settings("wide")
-    return cast("Callable[..., Any]", compile_fx(gm, list(inputs), config_patches=settings))
+    compiled = compile_fx(gm, list(inputs), inner_compile=inner, config_patches=settings)
+    return cast("Callable[..., Any]", compiled)
 
 
 #: What a test may have its kernels compiled by.

@@ -187,9 +187,14 @@ def processor(features: str) -> AbstractContextManager[Any]:
     return mock.patch("collage_fx.torch_compat.inductor_libraries.processor_features", return_value=features)
 
 
-def lowering_in_inductor(function: Callable[..., Any]) -> AbstractContextManager[Any]:
-    """Context manager: what lowers our operators within Inductor calls this function."""
-    return mock.patch("collage_fx.graph.trace_of", function)
+def revision_of_torch_compat(name: str) -> AbstractContextManager[Any]:
+    """Context manager: the package torch_compat is another revision."""
+    return mock.patch("collage_fx.torch_compat.inductor._revision", return_value=name)
+
+
+def tracing_roundings(function: Callable[..., Any]) -> AbstractContextManager[Any]:
+    """Context manager: the trace of a rounding to bfloat16, which Inductor is given, calls this function."""
+    return mock.patch("collage_fx.numerics.arithmetic._round_to_bfloat16", function)
 
 
 def is_entered(patch: Patch) -> bool:

@@ -131,7 +131,8 @@ def triton_source(gm: GraphModule, example_inputs: Sequence[Any] | None = None) 
     mutation but a ``copy_`` epilogue onto placeholders. ``example_inputs`` are its fake inputs on cuda (by
     default the placeholders' ``meta["val"]``). The graph goes through ``compile_fx_inner`` itself, so every
     post-grad pass, lowering and the scheduler run as they do for a real card, under whatever
-    ``torch._inductor.config`` is set; ``gm`` is left unchanged.
+    ``torch._inductor.config`` is set; ``gm`` is left unchanged. Inductor gets what our operators
+    compute.
     """
     _need_triton()
     import torch._inductor.config
@@ -139,7 +140,8 @@ def triton_source(gm: GraphModule, example_inputs: Sequence[Any] | None = None) 
     from torch._inductor.exc import InductorError
     from torch._inductor.graph import GraphLowering
 
-    gm = copy_graph(gm)
+    from collage_fx.lowering.elementary import in_elementary_operations
+
     if example_inputs is None:
         example_inputs = [n.meta["val"] for n in placeholders(gm)]
     devices = {t.device.type for t in example_inputs if isinstance(t, torch.Tensor)}
@@ -156,7 +158,7 @@ def triton_source(gm: GraphModule, example_inputs: Sequence[Any] | None = None) 
         torch._inductor.config.patch(fx_graph_cache=False, fx_graph_remote_cache=False, cpp_wrapper=False),
     ):
         try:
-            compile_fx_inner(gm, example_inputs)
+            compile_fx_inner(in_elementary_operations(copy_graph(gm)), example_inputs)
         except _Captured as captured:
             return captured.source
         except InductorError as error:

@@ -19,15 +19,14 @@ from torch._dynamo.utils import counters
 from torch._inductor.cpp_builder import CppBuilder
 from torch._inductor.cpu_vec_isa import VecAVX2, VecAVX512
 from torch._inductor.exc import CppCompileError
-from torch._inductor.runtime.cache_dir_utils import cache_dir
 from torch._inductor.utils import fresh_cache
 
-from collage_fx import CollageBackend, backend_of, install, numerics, torch_compat
-from collage_fx.codegen import lowerings
+from collage_fx import CollageBackend, backend_of, install, torch_compat
 from collage_fx.torch_compat import InductorFault, load_cpp_library, patch_optimizers, patches, records
 from collage_fx.torch_compat.optim_frames import key_of_code
 from collage_fx.torch_compat.patch_numbers import BurnedIn, noticing_burned_in
-from tests.support.substitutes import compiled_for_vectors, processor
+from tests.support.printed import by_inductor
+from tests.support.substitutes import compiled_for_vectors, processor, revision_of_torch_compat
 from tests.support.training import Descent, parameters, run_steps, set_gradients
 
 COMPAT = Path(torch_compat.__file__).parent
@@ -162,16 +161,22 @@ def test_what_only_speed_depends_on_is_left_out(tmp_path: Path) -> None:
     assert done.stdout.endswith(" True\n")
 
 
-def test_tests_of_plain_inductor_find_no_code_of_another_revision() -> None:
-    """Its key does not tell two revisions of an operator apart; the folder of its cache does."""
-    assert Path(cache_dir()).name == lowerings.REVISION
-
-
 def test_code_compiled_by_another_torch_compat_is_not_found_in_a_cache() -> None:
-    """Nor by other lowerings, or from other arithmetic."""
-    sources = list(lowerings._sources())
-    files = [*COMPAT.rglob("*.py"), *Path(numerics.__file__).parent.rglob("*.py"), Path(lowerings.__file__)]
-    assert all(path.read_text(encoding="utf-8") in sources for path in files)
+    """Its settings and patches decide what Inductor's code computes."""
+    found = []
+    with fresh_cache():
+        for name in ("of today", "of today", "of yesterday"):
+            before = counters["inductor"]["fxgraph_cache_hit"]
+            with revision_of_torch_compat(name):
+                run_compiled(lambda x: x.exp() + 1.0)
+            found.append(counters["inductor"]["fxgraph_cache_hit"] - before)
+    assert found == [0, 1, 0]
+
+
+def run_compiled(function: Any) -> None:
+    torch._dynamo.reset()
+    with torch._functorch.config.patch(enable_autograd_cache=False):
+        torch.compile(function, backend=by_inductor)(torch.ones(3))
 
 
 @pytest.mark.usefixtures("by_inductor")

@@ -139,7 +139,7 @@ class ErrorFormat(ABC):
     * hi of a split is the value rounded to nearest; a format may round ties either way. Where hi is not
       finite, the value is hi.
     * ``split(join(hi, *aux))`` returns hi and aux bit for bit if float32 holds the value exactly and the
-      value rounds to hi. Splits make such pairs, except in a tie (see :func:`arithmetic.split`), for which
+      value rounds to hi. Splits make such pairs, except in a tie (see :func:`operators.split`), for which
       the value comes back, but not hi.
 
     ``join``, ``split`` and ``error_terms`` are called on real tensors, and are traced into graphs. So they

@@ -8,7 +8,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from collage_fx.numerics import arithmetic
+from collage_fx.numerics import arithmetic, operators
 from collage_fx.numerics.error_formats.base import POWER_OF_TWO, AuxiliarySpec, ErrorBound, ErrorFormat
 from collage_fx.numerics.formats import storage_format
 
@@ -42,7 +42,7 @@ class OneErrorTerm(ErrorFormat):
         return arithmetic.join(hi, *auxiliaries)
 
     def split(self, value: Tensor, dtype: torch.dtype) -> tuple[Tensor, ...]:
-        return arithmetic.split(value, dtype, self.lo_dtype(dtype))
+        return operators.split(value, dtype, self.lo_dtype(dtype))
 
     def error_terms(self, hi: Tensor, *auxiliaries: Tensor) -> tuple[Tensor, ...]:
         return auxiliaries
