@@ -19,6 +19,7 @@ from collage_fx.errors import (
     FailedLoweringError,
     FailedPassError,
     InvalidOptionError,
+    UnsupportedTensorError,
 )
 from collage_fx.graph import StepProgram
 from collage_fx.passes.base import Pass
@@ -218,6 +219,17 @@ def test_a_refused_update_is_shown_with_its_statement() -> None:
     assert re.search(
         rf"where: param_groups\[0\]\.params\[0\], at {re.escape(__file__)}:\d+ in step: p\.copy_", told
     )
+
+
+def test_a_step_that_is_refused_as_it_runs_is_shown_so_under_fullgraph() -> None:
+    """Dynamo would trace the code that shortens the traceback, and raise an error of its own."""
+
+    def refuse(*args: Any) -> None:
+        raise UnsupportedTensorError("negative numbers", where="v", remedy="begin with zeros")
+
+    step = torch.compile(lambda x: x + 1.0, backend=lambda gm, inputs: refuse, fullgraph=True)
+    with pytest.raises(UnsupportedTensorError, match="negative numbers"):
+        step(torch.ones(2))
 
 
 def test_a_traceback_is_whole_on_request() -> None:

@@ -115,6 +115,7 @@ class Watched:
         self.bounded = rule.bounded()
         self.since_start = self._numbers(self.exact)
         self.told_apart = False
+        self.repaid: dict[str, float] = {}
 
     def before(self, step: int) -> None:
         gradient = self.gradients[step]
@@ -131,7 +132,7 @@ class Watched:
                 fmt = format_of(tensor)
                 if step == 0 and fmt is not None and not fmt.keeps_hi:
                     numbers[name] = numbers[name].encoded(tensor.dtype, fmt)
-                numbers[name] = numbers[name].loaded(name, tensor.dtype, fmt)
+                numbers[name] = numbers[name].loaded(name, tensor.dtype, fmt, self._repaid(name, step + 1))
             self._run(numbers, step + 1)
             if since == "the start":
                 # The two float64 runs, torch's and the bounded one, differ by less than float32 runs do.
@@ -170,23 +171,41 @@ class Watched:
         Under ``full`` those whose new value changes, under ``plus`` those where 0.9985 of the change or more
         is left (a decay of 0.999, or none).
         """
-        change, least = 2.0**-7, {"full": 0.0, "plus": 0.9985, "light": float("inf")}[strategy]
-        old = {name: Bounded(full_value(tensor)) for name, tensor in _tensors(self.exact).items()}
+        least = {"full": 0.0, "plus": 0.9985, "light": float("inf")}[strategy]
         lacking = []
         for name, tensor in self.optimizer.state[self.optimizer.parameter].items():
             if name == "t" or tensor.dtype == torch.float32 or error_terms(tensor):
                 continue
-            results = []
-            for offset in (0.0, change):
-                numbers = {**old, name: Bounded(old[name].value + offset)}
-                numbers = {key: number.clone() for key, number in numbers.items()}
-                self._run(numbers, STEPS + 1)
-                results.append(numbers[name].value)
-            left = (results[1] - results[0]).abs() / change
-            changes = (results[0] != old[name].value).any()
-            if bool(changes and (left > 0).all() and (left >= least).all()):
+            left, changes = self._left_of(name, STEPS + 1)
+            if bool(changes.any() and (left > 0).all() and (left >= least).all()):
                 lacking.append(name)
         return lacking
+
+    def _left_of(self, name: str, step: int) -> tuple[Tensor, Tensor]:
+        """Which share of a small change of a state's value its new value has, and where that is another."""
+        change = 2.0**-7
+        old = {key: Bounded(full_value(tensor)) for key, tensor in _tensors(self.exact).items()}
+        results = []
+        for offset in (0.0, change):
+            numbers = {**old, name: Bounded(old[name].value + offset)}
+            numbers = {key: number.clone() for key, number in numbers.items()}
+            self._run(numbers, step)
+            results.append(numbers[name].value)
+        return (results[1] - results[0]).abs() / change, results[0] != old[name].value
+
+    def _repaid(self, name: str, step: int) -> float:
+        """How many times the rounding error of a state the parameter may subtract: ``passes/repay.py``.
+
+        With a share b that is the same for all elements, b / (1 - b); no other state is a moving average.
+        """
+        if name in ("p", "g"):
+            return 0.0
+        if name not in self.repaid:
+            left, _ = self._left_of(name, step)
+            b = float(left.flatten()[0]) if left.numel() else 0.0
+            is_average = 0 < b < 1 and bool((left - b).abs().max() < 1e-9)
+            self.repaid[name] = b / (1 - b) if is_average else 0.0
+        return self.repaid[name]
 
     def _run(self, numbers: dict[str, Bounded], step: int) -> None:
         self.bounded(

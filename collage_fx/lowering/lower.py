@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple, Protocol, TypeVar
 
@@ -32,12 +33,12 @@ MOST_MATRIX_PRODUCTS = 16
 #: Note [Roundings reuse every value]
 #: Inductor inlines a value of less than 30 operations into each of its readers. In a rounding or a TwoSum
 #: every value has two or three, so that a chain of them is traced exponentially often (minutes for one
-#: tensor). So values are nodes from the eighth operation on, and kernels may fuse more nodes than 64.
+#: tensor). So values of more than eight operations are nodes, and a kernel may fuse more of them than 64.
 IEEE_SETTINGS: dict[str, Any] = {
     "cpp.enable_unsafe_math_opt_flag": False,
     "cpp.enable_floating_point_contract_flag": "off -fwrapv",
     "realize_opcount_threshold": 8,
-    "max_fusion_size": 1024,
+    "max_fusion_size": sys.maxsize,
 }
 
 #: Inductor's constant folding makes ``zeros * beta + g`` into ``g`` itself: momentum that is born so shares

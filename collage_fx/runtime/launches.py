@@ -41,7 +41,7 @@ from collage_fx.torch_compat import ALIGNED_BYTES, TableKernel, launch, on_devic
 #: Largest number of elements of a piece.
 LONGEST_PIECE = 1 << 30
 
-#: Number of pinned buffers for each set of rows that is launched: uploads that can be pending at a time.
+#: Uploads of a set of rows that can be pending at a time.
 UPLOADS = 4
 #: Sets of rows whose programs are remembered.
 MOST_SETS = 64
@@ -73,12 +73,6 @@ class Launch:
         self.programs: dict[bool, Tensor] = {}
         self._programs: dict[bytes, dict[bool, Tensor]] = {}  # by the kinds of all rows
 
-    @property
-    def accesses(self) -> list[int]:
-        """Bytes per unit of length of each load and store of the kernel; scalars are left out."""
-        kinds = {a: c.kind for a, c in zip(self.function.arguments, self.kernel.columns, strict=True)}
-        return [kinds[argument] for argument in self.function.accesses if kinds[argument] > 0]
-
     def prepare(self, words: Tensor, present: array[int] | None) -> None:
         """Find the kernel of each row, by its addresses in the table, and the programs of each kernel."""
         device = self._launches.device
@@ -95,7 +89,7 @@ class Launch:
                 if device.type == "cuda":  # a launch on another stream than the memory's may still read it
                     dropped.record_stream(torch.cuda.current_stream(device))
         self.programs = self._programs[self._kinds.tobytes()] = {}
-        self._launches.sets = max(self._launches.sets, len(self._programs))
+        self._launches.most_pending = max(self._launches.most_pending, UPLOADS * len(self._programs))
         kinds = torch.tensor(self._kinds)
         blocks = (torch.tensor(self.lengths) + self.function.size - 1) // self.function.size
         for kind, aligned in ((1, True), (2, False)):
@@ -143,8 +137,8 @@ class Launches(Table):
         self._adding: TableKernel | None = None
         #: Table, allocated at the first step.
         self.table = torch.empty(0, dtype=torch.int64)
-        #: Largest number of sets of rows of a launch: parts of a step that may be pending.
-        self.sets = 0
+        #: Number of pinned buffers: uploads of all sets of rows that can be pending at a time.
+        self.most_pending = UPLOADS
         #: Pinned buffers, in the order of their uploads.
         self._buffers: deque[tuple[Tensor, torch.cuda.Event]] = deque()
         self._is_current = False
@@ -248,7 +242,7 @@ class Launches(Table):
             self._uploaded.copy_(self._words)
             return
         with on_device(self.device):
-            if len(self._buffers) < UPLOADS * self.sets:
+            if len(self._buffers) < self.most_pending:
                 buffer, read = torch.empty_like(self._words, pin_memory=True), torch.cuda.Event()
             else:
                 buffer, read = self._buffers.popleft()

@@ -90,13 +90,14 @@ def _launch(group: Launch | Sequence[Any]) -> DeviceLaunch:
         reasons = "; ".join(str(reason) for _, reason in kernel.reasons)
         return DeviceLaunch("", "", len(group), sum(call.kernel.launches for call in group), reasons)
     function = group.function
+    kinds = {a: c.kind for a, c in zip(function.arguments, group.kernel.columns, strict=True)}
     return DeviceLaunch(
         function.name,
         function.source[True],
         tensors=len(group.lengths),
         launches=1,
         units=sum(group.lengths),
-        accesses=tuple(group.accesses),
+        accesses=tuple(kinds[argument] for argument in function.accesses if kinds[argument] > 0),
         width=group.kernel.width,
         threads=function.threads / function.size,
         tiles=function.tiles,

@@ -158,6 +158,7 @@ class Refused(ShortenTraceback):
         super().__init__(text, first_useful_frame=None)
         self._text = text
 
+    @torch.compiler.disable  # Dynamo would trace it, which ``fullgraph=True`` makes an error of its own
     def remove_dynamo_frames(self) -> Refused:
         """Return the exception as the caller is to see it; Dynamo calls this."""
         if dynamo_config.verbose:

@@ -10,9 +10,9 @@ import torch
 from collage_fx.codegen import FIRST_OF_PIECE, LENGTH
 from collage_fx.errors import ChangedTensorError
 from collage_fx.runtime import LONGEST_PIECE, Call, Column, Kernel
-from collage_fx.runtime.launches import Launches
+from collage_fx.runtime.launches import UPLOADS, Launches
 from collage_fx.torch_compat import TableKernel
-from tests.support.substitutes import captured_into_a_cuda_graph
+from tests.support.substitutes import captured_into_a_cuda_graph, uploading_to_a_gpu
 
 NOTHING = torch.empty(0, dtype=torch.uint8)
 
@@ -52,6 +52,19 @@ def test_only_the_members_that_are_there_are_launched() -> None:
     assert launched(array("b", [0, 1])) == [0, 2]
     assert launched(array("b", [0, 0])) == [0]
     assert launched(None) == [0, 1, 2]
+
+
+@pytest.mark.parametrize("sets", [1, 3])
+def test_four_uploads_of_each_set_of_rows_can_be_pending(sets: int) -> None:
+    table = Launches(torch.device("cpu"), [], lambda index: index)
+    table.add([Call(KERNEL, (0, sets), 0, 10, (), member) for member in range(sets)])
+    addresses = [array("q", [n << 12] * sets + [10]) for n in range(1, 20)]
+    for member in range(sets):
+        table.update(addresses[0], NOTHING, array("b", [member == each for each in range(sets)]))
+    with uploading_to_a_gpu(table) as waited:
+        for given in addresses[1:]:
+            table.update(given, NOTHING, array("b", [0] * (sets - 1) + [1]))
+    assert waited == [*range(len(addresses) - 1 - UPLOADS * sets)]
 
 
 def test_numbers_are_words_behind_the_rows() -> None:

@@ -90,10 +90,13 @@ class Bounded:
         rounding: of an operation on it.
         name: of the tensor that it is the memory of, if any.
         read_as: the dtype and the error format in which others may read what is stored here.
+        repaid: how many times the rounding error of what is stored here the parameter may subtract, and the
+            dtype and the error format of that.
     """
 
     name: str = ""
     read_as: tuple[torch.dtype, ErrorFormat] | None = None
+    repaid: tuple[float, torch.dtype, ErrorFormat | None] | None = None
 
     def __init__(
         self,
@@ -214,9 +217,11 @@ class Bounded:
         return Bounded(value, self.error.norm() + made + self.rounding.of(value), rounding=self.rounding)
 
     def maximum(self, other: Any) -> Bounded:
+        """Nothing is rounded but a number."""
+        magnitude = 0.0 if isinstance(other, Bounded) else abs(other)
         other = self._as_operand(other)
         value = torch.maximum(self.value, other.value)
-        return self._made(value, 0.0, (self, other), torch.maximum)
+        return self._made(value, magnitude, (self, other), torch.maximum)
 
     # -- what those give
 
@@ -233,7 +238,7 @@ class Bounded:
     __rmul__ = __mul__
 
     def minimum(self, other: Any) -> Bounded:
-        return -(-self).maximum(-self._as_operand(other))
+        return -(-self).maximum(-other)
 
     def clamp(self, min: Any = None, max: Any = None) -> Bounded:
         raised = self if min is None else self.maximum(min)
@@ -304,19 +309,25 @@ class Bounded:
         self.own = {name: source.own[name].expand(self.value.shape) for name in kept}
         if self.read_as is not None:
             self.own.setdefault(self.name, self.error)
-            self.error = self.error + _storage_error(self.value.abs() + self.error, *self.read_as)
+            largest = torch.maximum(self.error, self.own[self.name])
+            self.error = largest + _storage_error(self.value.abs() + largest, *self.read_as)
+        if self.repaid is not None:
+            k, dtype, fmt = self.repaid
+            self.own["p"] = self.error + k * _storage_error(self.value.abs() + self.error, dtype, fmt)
         return self
 
     # -- memory
 
-    def loaded(self, name: str, dtype: torch.dtype, fmt: ErrorFormat | None) -> Bounded:
+    def loaded(self, name: str, dtype: torch.dtype, fmt: ErrorFormat | None, k: Any = 0) -> Bounded:
         """The value that a step computes with: hi + lo, in native arithmetic for the tensor itself alone.
 
-        Others may read a parameter's new value as it is stored: Note [Kahan's own term].
+        Others may read a parameter's new value as stored: Note [Kahan's own term]. The parameter may
+        read a state's new value less ``k`` times its rounding error: ``passes/repay.py``.
         """
         result = Bounded(self.value, self.error, rounding=self.rounding)
         result.name = name
         if fmt is None or not fmt.keeps_error:
+            result.repaid = (k, dtype, fmt) if k else None
             return result
         if self.rounding is not WIDE:
             result.own = {name: self.error}

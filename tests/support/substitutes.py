@@ -8,6 +8,7 @@ is renamed here alone.
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
@@ -26,6 +27,7 @@ from collage_fx.lowering.rules import Rule
 from collage_fx.metrics.samples import Observer
 from collage_fx.numerics import AuxiliarySpec
 from collage_fx.pipeline import Pass, run_pipeline
+from collage_fx.runtime import Kernel
 from collage_fx.runtime.batches import Batch
 from collage_fx.runtime.step import CompensatedStep
 from collage_fx.state.fingerprints import fingerprint
@@ -296,6 +298,28 @@ def doctor_interrupted() -> AbstractContextManager[Any]:
 
 
 @contextlib.contextmanager
+def uploading_to_a_gpu(table: Any) -> Iterator[list[int]]:
+    """Context manager: a table of launches is on a GPU; the uploads that have been waited for, in turn."""
+    waited: list[int] = []
+    begun = itertools.count()
+
+    class Event:
+        def record(self) -> None:
+            self.upload = next(begun)
+
+        def synchronize(self) -> None:
+            waited.append(self.upload)
+
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(mock.patch.object(table, "device", torch.device("cuda")))
+        stack.enter_context(mock.patch("collage_fx.runtime.launches.is_captured", return_value=False))
+        stack.enter_context(mock.patch("collage_fx.runtime.launches.on_device", contextlib.nullcontext))
+        stack.enter_context(mock.patch("torch.cuda.Event", Event))
+        stack.enter_context(mock.patch("torch.empty_like", lambda like, pin_memory: like.clone()))
+        yield waited
+
+
+@contextlib.contextmanager
 def given_to_inductor() -> Iterator[list[tuple[set[int], set[int]]]]:
     """Context manager: for each graph, the inputs that are mutated and those that are said to be static."""
     seen: list[tuple[set[int], set[int]]] = []
@@ -306,6 +330,19 @@ def given_to_inductor() -> Iterator[list[tuple[set[int], set[int]]]]:
         return compiled
 
     with mock.patch("collage_fx.lowering.attempts.inductor_compile_inner", spy):
+        yield seen
+
+
+@contextlib.contextmanager
+def settings_given_to_inductor() -> Iterator[list[dict[str, Any]]]:
+    """Context manager: settings for each rule that Inductor would compile. It compiles none, which cannot run."""
+    seen: list[dict[str, Any]] = []
+
+    def leave_out(rule: Rule, gm: Any, no_table: Reason, settings: dict[str, Any]) -> Kernel:
+        seen.append(settings)
+        return Kernel(None, device=rule.device)
+
+    with mock.patch("collage_fx.lowering.kernels._by_inductor", leave_out):
         yield seen
 
 
