@@ -335,7 +335,7 @@ def given_to_inductor() -> Iterator[list[tuple[set[int], set[int]]]]:
 
 @contextlib.contextmanager
 def settings_given_to_inductor() -> Iterator[list[dict[str, Any]]]:
-    """Context manager: settings for each rule that Inductor would compile. It compiles none, which cannot run."""
+    """Context manager: settings for each rule that Inductor would compile. It compiles none."""
     seen: list[dict[str, Any]] = []
 
     def leave_out(rule: Rule, gm: Any, no_table: Reason, settings: dict[str, Any]) -> Kernel:
