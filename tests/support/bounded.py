@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from collage_fx.numerics import ErrorFormat
+from collage_fx.passes.repay import MOST_UNSCALED
 from tests.support.float_bits import SIGNIFICAND_BITS, unit_roundoff
 
 __all__ = ["BOUNDED_TORCH", "SMALLEST", "WIDE", "Bounded", "Rounding"]
@@ -96,7 +97,7 @@ class Bounded:
 
     name: str = ""
     read_as: tuple[torch.dtype, ErrorFormat] | None = None
-    repaid: tuple[float, torch.dtype, ErrorFormat | None] | None = None
+    repaid: tuple[float, torch.dtype, ErrorFormat] | None = None
 
     def __init__(
         self,
@@ -327,7 +328,10 @@ class Bounded:
         result = Bounded(self.value, self.error, rounding=self.rounding)
         result.name = name
         if fmt is None or not fmt.keeps_error:
-            result.repaid = (k, dtype, fmt) if k else None
+            if fmt is not None and fmt.is_repayable:
+                bound = fmt.error_bound(dtype)
+                is_repaid = 0 < k * max(bound.relative, bound.of_largest) <= MOST_UNSCALED
+                result.repaid = (k, dtype, fmt) if is_repaid else None
             return result
         if self.rounding is not WIDE:
             result.own = {name: self.error}
