@@ -7,27 +7,30 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch._inductor import metrics
-from torch._inductor.utils import fresh_cache
+from torch._inductor import config, metrics
 from torch.fx import GraphModule
 
 from collage_fx import CollageBackend, graph
 from collage_fx.lowering.elementary import in_elementary_operations
-from collage_fx.lowering.kernels import HINT, INLINED
+from collage_fx.lowering.kernels import HINT, INLINED, forget_kernels
 from collage_fx.lowering.lower import inductor_settings
 from collage_fx.lowering.rule_graphs import graph_of
 from collage_fx.lowering.schedule import lower_in_parts
 from collage_fx.torch_compat import SymbolicScope
-from tests.lowering.test_triton_blocks import rule_with_blocks
 from tests.support import triton_offline as offline
 from tests.support.printed import by_inductor
-from tests.support.substitutes import no_kernel_over_a_table, settings_given_to_inductor
-from tests.support.training import parameters, set_gradients
+from tests.support.substitutes import no_kernel_over_a_table, rules_compiled, settings_given_to_inductor
+from tests.support.training import Descent, parameters, set_gradients
 
 
 def test_facts_of_the_cache_stay_with_a_graph() -> None:
     """A graph made for another length has another key, before and after our operators are replaced."""
-    rule = rule_with_blocks("block8")
+    params = parameters(shapes=[(3,), (3,)])
+    set_gradients(params)
+    forget_kernels()
+    with rules_compiled() as rules:
+        torch.compile(Descent(params).step, backend=CollageBackend())()
+    rule = next(each for each in rules if each.flat)
     with SymbolicScope() as scope:
         for hint in (HINT, 8):
             given = graph_of(rule, scope, hint)
@@ -47,7 +50,7 @@ def nodes_of(function: Any) -> int:
     """Return how many nodes a function of a vector has in Inductor, before they are fused."""
     torch._dynamo.reset()
     metrics.reset()
-    with fresh_cache(), torch._functorch.config.patch(enable_autograd_cache=False):
+    with config.patch(fx_graph_cache=False), torch._functorch.config.patch(enable_autograd_cache=False):
         torch.compile(function, backend=by_inductor)(torch.ones(64))
     return metrics.ir_nodes_pre_fusion
 
