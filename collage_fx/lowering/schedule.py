@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
 
+from collage_fx.errors import FailedLoweringError, warn
 from collage_fx.graph import ONCE, Reason, Repetition, device_facts, is_copy_to_input, placeholders, reached
 from collage_fx.lowering.islands import cut
 from collage_fx.lowering.kernels import fault_of_library, kernel_of
@@ -42,7 +43,10 @@ def lower_in_parts(gm: GraphModule, *, always: bool = False) -> Plan | Reason:
         return rules
     is_launched = any(device_facts(rule.device).is_launched for _, rule in rules)
     if is_launched and (fault := fault_of_library()) is not None:
-        return Reason(f"the C++ that writes tables of addresses is not compiled: {fault}")
+        met = f"the C++ that writes tables of addresses is not compiled: {fault}"
+        remedy = "install g++ and Python's headers, or set CXX; otherwise please report this message"
+        warn(FailedLoweringError(f"{met}. Each step is slower", where="a step on a GPU", remedy=remedy))
+        return Reason(met)
     planned: list[_Planned] = []
     made: dict[Node, int] = {}
     last_read: dict[Node, int] = {}

@@ -196,10 +196,15 @@ def test_without_a_cpp_compiler_a_step_on_a_gpu_is_compiled_as_one() -> None:
 
     params = parameters()
     set_gradients(params)
-    with no_tables_of_addresses(OSError("no compiler")):
-        torch.compile(torch.optim.SGD(params).step, backend=Backend())()
     told = "the C++ that writes tables of addresses is not compiled: OSError: no compiler"
+    step = torch.compile(torch.optim.SGD(params).step, backend=Backend())
+    with (
+        no_tables_of_addresses(OSError("no compiler")),
+        pytest.warns(UserWarning, match=re.escape(told)) as warned,
+    ):
+        step()
     assert found == [Reason(told)]
+    assert "install g++ and Python's headers" in str(warned[0].message)
 
 
 # -- What a card is given
