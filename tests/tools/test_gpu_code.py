@@ -89,7 +89,7 @@ def test_every_launch_of_code_that_is_called_for_each_tensor_counts() -> None:
 
 @needs_triton
 def test_a_step_that_is_no_kernels_over_tables_says_why() -> None:
-    with no_tables_of_addresses(OSError("no compiler")):
+    with no_tables_of_addresses(OSError("no compiler")), pytest.warns(UserWarning, match="Python's headers"):
         found = gpu_code(torch.optim.AdamW(parameters()))
     assert found.kernels == ()
     assert found.to_table().startswith("No kernels over tables for sm_90: ")
