@@ -59,13 +59,13 @@ def inductors_faults() -> Iterator[None]:
 def compile_somehow(gm: GraphModule, inputs: Sequence[Any], **options: Any) -> Attempt:
     """Compile a functional graph with ``copy_`` epilogue in the first way that works, or else run it.
 
-    Inductor edits the graph. ``inputs`` are fake.
+    Inductor, which edits its graphs, gets copies. ``inputs`` are fake.
     """
-    spare, faults = copy_of(gm), list[str]()
+    faults = list[str]()
     for way, simplified in WAYS:
         try:
             with simplified(), inductors_faults():
-                given = in_elementary_operations(copy_of(spare) if faults else gm)
+                given = in_elementary_operations(copy_of(gm))
                 compiled = inductor_compile_inner(given, inputs, **options)
             simpler = Reason(f"Inductor failed: {faults[0]}; compiled {way}") if faults else None
             return Attempt(compiled, not_taken(("by the usual code", simpler)))
@@ -73,7 +73,7 @@ def compile_somehow(gm: GraphModule, inputs: Sequence[Any], **options: Any) -> A
             faults.append(str(fault))
     simplified_too = f"; simplified: {faults[-1]}" if faults[-1] != faults[0] else ""
     failed = Reason(f"Inductor failed: {faults[0]}{simplified_too}")
-    return Attempt(interpreted(spare), (("by the usual code", failed),), is_compiled=False)
+    return Attempt(interpreted(gm), (("by the usual code", failed),), is_compiled=False)
 
 
 def interpreted(gm: GraphModule) -> Callable[[list[Any]], Any]:
