@@ -11,7 +11,6 @@ name, and ``codegen`` compiles a trace of that function: the arithmetic is writt
 from __future__ import annotations
 
 import inspect
-import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -54,31 +53,32 @@ def _like(dtype: torch.dtype | None) -> Callable[..., Tensor]:
     return lambda x, *others: torch.empty_like(x, dtype=dtype)
 
 
-def _elementwise(function: Callable[..., Tensor], tensors: int, result: torch.dtype) -> Any:
-    """Define an operator with a function's name and arguments: tensors, then dtypes of torch's."""
-    kinds = itertools.chain(["Tensor"] * tensors, itertools.repeat("ScalarType"))
-    arguments = ", ".join(map("{} {}".format, kinds, inspect.signature(function).parameters))
+def _elementwise(function: Callable[..., Tensor], result: torch.dtype) -> Any:
+    """Define an operator with a function's name and parameters, which are tensors and dtypes of torch's."""
+    kinds = {"Tensor": "Tensor", "torch.dtype": "ScalarType"}
+    parameters = inspect.signature(function).parameters.values()
+    arguments = ", ".join(f"{kinds[each.annotation]} {each.name}" for each in parameters)
     schema = f"{function.__name__}({arguments}) -> Tensor"
     return define_operator(schema, function, _like(result), torch.Tag.pointwise)
 
 
 #: Elementwise operators of ours, and their eager functions.
 ELEMENTWISE: dict[Any, Callable[..., Tensor]] = {
-    _elementwise(function, tensors, result): function
-    for function, tensors, result in (
-        (arithmetic.round_to_storage, 1, torch.float32),
-        (arithmetic.rest, 2, torch.float32),
-        (arithmetic.upper_half, 1, torch.float32),
-        (arithmetic.lower_half, 1, torch.int16),
-        (arithmetic.with_lower_half, 2, torch.float32),
-        (arithmetic.ulp_parts, 2, torch.int16),
-        (arithmetic.with_ulp_parts, 2, torch.float32),
-        (dither.phase, 2, torch.int32),
-        (dither.dithered, 2, torch.float32),
-        (dither.dithered_sum, 3, torch.float32),
-        (float24.dithered_upper, 2, torch.float32),
-        (float24.dithered_byte, 2, torch.int8),
-        (float24.with_byte, 2, torch.float32),
+    _elementwise(function, result): function
+    for function, result in (
+        (arithmetic.round_to_storage, torch.float32),
+        (arithmetic.rest, torch.float32),
+        (arithmetic.upper_half, torch.float32),
+        (arithmetic.lower_half, torch.int16),
+        (arithmetic.with_lower_half, torch.float32),
+        (arithmetic.ulp_parts, torch.int16),
+        (arithmetic.with_ulp_parts, torch.float32),
+        (dither.phase, torch.int32),
+        (dither.dithered, torch.float32),
+        (dither.dithered_sum, torch.float32),
+        (float24.dithered_upper, torch.float32),
+        (float24.dithered_byte, torch.int8),
+        (float24.with_byte, torch.float32),
     )
 }
 

@@ -213,6 +213,7 @@ def test_cpp_of_a_newer_standard_than_the_oldest_torch_has_is_refused_and_the_re
         load_cpp_library(source)
     said = str(InductorFault(refused.value))
     assert re.match(r"CppCompileError: .*:4:\d+: error: .*bit_cast.*$", said), said
+    assert str(InductorFault(RuntimeError("of\ntwo lines"))) == "RuntimeError: of"
 
 
 OF_TORCH_OPTIM = [
