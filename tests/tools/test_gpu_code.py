@@ -88,6 +88,12 @@ def test_every_launch_of_code_that_is_called_for_each_tensor_counts() -> None:
 
 
 @needs_triton
+def test_single_bytes_are_accesses() -> None:
+    _, update = gpu_code(torch.optim.SGD(parameters()), strategy="light", error_format="byte").kernels
+    assert sorted(update.accesses) == [1, 1, 2, 2, 2]
+
+
+@needs_triton
 def test_a_step_that_is_no_kernels_over_tables_says_why() -> None:
     with no_tables_of_addresses(OSError("no compiler")), pytest.warns(UserWarning, match="Python's headers"):
         found = gpu_code(torch.optim.AdamW(parameters()))
