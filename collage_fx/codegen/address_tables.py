@@ -42,7 +42,7 @@ def _source() -> str:
     lines = [f"#define {name} {globals()[name]}\n" for name in signed]
     lines += [f"#define {name} {globals()[name]}u\n" for name in ("PAIR", "FIRST", "SECOND")]
     lines += [f"#define FIRST_SCALE {FIRST_SCALE}u\n"]
-    files = (Path(__file__).with_name(name) for name in ("address_tables.cpp", "whole_values.cpp"))
+    files = map(Path(__file__).with_name, ("prelude.h", "address_tables.cpp", "whole_values.cpp"))
     return "".join([*lines, *(file.read_text(encoding="utf-8") for file in files)])
 
 

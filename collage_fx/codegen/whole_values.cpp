@@ -5,15 +5,6 @@ namespace {
 // Elements whose words stay in the first cache.
 constexpr Word BLOCK = 1024;
 
-// C++17 has no std::bit_cast.
-template <class To, class From>
-inline To bits_as(From from) {
-  static_assert(sizeof(To) == sizeof(From));
-  To to;
-  std::memcpy(&to, &from, sizeof to);
-  return to;
-}
-
 // Put the bits of n elements, with their sign, beside those in the words: words * PAIR + bits, modulo 2**32.
 template <class Integer>
 inline void pair(const void* tensor, Word first, Word n, bool is_first, uint32_t* words) {
@@ -37,7 +28,7 @@ void join_as(const uint16_t* hi, const int16_t* rest, Word n, Number* values, Wo
     for (Word j = first; j < end; ++j) {
       const uint32_t near = uint32_t(hi[j]) << 16, whole = near + uint32_t(int32_t(rest[j]));
       const bool is_finite = ((near & EXPONENT) != EXPONENT) & ((whole & EXPONENT) != EXPONENT);
-      values[j] = bits_as<float>(is_finite ? whole : near);
+      values[j] = bits<float>(is_finite ? whole : near);
     }
   }
 }
@@ -83,12 +74,12 @@ extern "C" void decode_blocks(
 #pragma omp parallel for num_threads(threads) if (threads > 1)
   for (Word first = 0; first < blocks; first += MANY) {
     for (Word i = first; i < std::min(first + MANY, blocks); ++i) {
-      const float scale = bits_as<float>((uint32_t(scales[i]) + FIRST_SCALE) << 22);
+      const float scale = bits<float>((uint32_t(scales[i]) + FIRST_SCALE) << 22);
       const float unit = scale * (1.0f / 32767);
       const bool is_finite = scales[i] != 255;
       for (Word j = LENGTH_OF_BLOCK * i; j < LENGTH_OF_BLOCK * (i + 1); ++j) {
-        const uint32_t bits = bits_as<uint32_t>(float(codes[j]) * unit);
-        values[j] = is_finite ? uint16_t((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16) : uint16_t(0x7FC0);
+        const uint32_t number = bits<uint32_t>(float(codes[j]) * unit);
+        values[j] = is_finite ? uint16_t((number + 0x7FFF + ((number >> 16) & 1)) >> 16) : uint16_t(0x7FC0);
       }
     }
   }

@@ -35,8 +35,8 @@ def _at_places(function: Callable[..., Tensor], like: Tensor, *numbers: Tensor |
     return function(places(like).view(torch.float32).view(torch.int32), *numbers)
 
 
-#: Functions that compute the same as our operators.
-FUNCTIONS: dict[Any, Any] = {
+#: Our operators, and functions that compute the same.
+OUR_OPERATORS: dict[Any, Any] = {
     **ELEMENTWISE,
     **BLOCK_OPERATORS,
     **{operator: partial(_at_places, function) for operator, function in PLACED.items()},
@@ -45,10 +45,10 @@ FUNCTIONS: dict[Any, Any] = {
 
 def in_elementary_operations(gm: GraphModule) -> GraphModule:
     """Return a graph without our operators that computes the same; the graph itself if it has none."""
-    if not any(node.target in FUNCTIONS for node in gm.graph.nodes):
+    if not any(node.target in OUR_OPERATORS for node in gm.graph.nodes):
         return gm
     inputs = [node.meta["val"] for node in placeholders(gm.graph)]
     with GraphEditor(gm, "elementary").fake_mode, enable_python_dispatcher(), torch.no_grad():
-        made = make_fx(Interpreter(gm).run, functional_decompositions() | FUNCTIONS)(*inputs)
+        made = make_fx(Interpreter(gm).run, functional_decompositions() | OUR_OPERATORS)(*inputs)
     copy_cache_facts(gm, made)
     return made

@@ -39,7 +39,7 @@ from torch.fx import Node
 
 from collage_fx import graph
 from collage_fx.codegen import has_spelling
-from collage_fx.lowering.elementary import FUNCTIONS
+from collage_fx.lowering.elementary import OUR_OPERATORS
 from collage_fx.lowering.parts import Part
 from collage_fx.lowering.rules import common_columns, is_input, is_total, nodes_of, order_in_memory, rule_of
 from collage_fx.numerics import BLOCK_OPERATORS
@@ -89,7 +89,7 @@ class _Cut:
         #: Values that Inductor computes.
         self.islands = [node for node in self._nodes if self._is_island(node)]
         #: Whether a printable value is the result of one of our operators.
-        self.has_ours = any(node.target in FUNCTIONS for node in self._nodes)
+        self.has_ours = any(node.target in OUR_OPERATORS for node in self._nodes)
         self._kept: set[Node] = set()
 
     def parts(self) -> list[Part]:
@@ -156,7 +156,7 @@ class _Cut:
             if each in self._level
         ]
         self._level[node] = max((level + level % 2 for level in levels), default=0)
-        may_inline = graph.is_number(node) if self._on_device else node.target not in FUNCTIONS
+        may_inline = graph.is_number(node) if self._on_device else node.target not in OUR_OPERATORS
         if may_inline and all(operand in self._inlined for operand in operands):
             self._inlined[node] = max((self._inlined[operand] for operand in operands), default=0)
 

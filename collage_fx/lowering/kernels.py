@@ -25,7 +25,6 @@ from collage_fx.lowering.rule_graphs import graph_of
 from collage_fx.lowering.rules import LONGEST, Line, Rule
 from collage_fx.lowering.stacks import stacked_graph
 from collage_fx.lowering.transposes import TRANSPOSES
-from collage_fx.numerics import BLOCK
 from collage_fx.runtime import HOST, Column, Kernel, Stackable
 from collage_fx.torch_compat import CFunction, InductorFault, SymbolicScope
 
@@ -202,7 +201,7 @@ def _compiled(rule: Rule, no_table: Reason) -> Kernel | Reason:
         return replace(no_table, what=f"it reads a number of the host's, and {no_table.what}")
     settings: dict[str, Any] = {"size_asserts": not (rule.flat or rule.independent)}
     if rule.is_tabled:
-        settings |= {"combo_kernels": False, **(INLINED if rule.width == BLOCK else {})}
+        settings |= {"combo_kernels": False, **(INLINED if rule.width > 1 else {})}
     with SymbolicScope() as scope:
         made = _by_inductor(rule, graph_of(rule, scope, HINT), no_table, settings)
     if isinstance(made, Reason):

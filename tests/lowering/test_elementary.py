@@ -1,4 +1,4 @@
-"""What Inductor is given in the place of our operators, and what it makes of that."""
+"""Elementary operations, which Inductor is given in the place of our operators, and its code for them."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def nodes_of(function: Any) -> int:
     """Return how many nodes a function of a vector has in Inductor, before they are fused."""
     torch._dynamo.reset()
     metrics.reset()
-    with config.patch(fx_graph_cache=False), torch._functorch.config.patch(enable_autograd_cache=False):
+    with config.patch(fx_graph_cache=False):
         torch.compile(function, backend=by_inductor)(torch.ones(64))
     return metrics.ir_nodes_pre_fusion
 

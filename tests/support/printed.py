@@ -27,8 +27,7 @@ def in_parts(gm: GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         assert not isinstance(plan, Reason), plan
         return StepInParts(plan)
 
-    with torch._functorch.config.patch(enable_autograd_cache=False):
-        return cast("Callable[..., Any]", compile_fx(gm, list(inputs), inner_compile=inner))
+    return _compiled(gm, inputs, inner)
 
 
 def by_inductor(gm: GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
@@ -37,8 +36,14 @@ def by_inductor(gm: GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
     def inner(gm: GraphModule, inputs: Sequence[Any], **options: Any) -> Any:
         return inductor_compile_as_it_is(in_elementary_operations(gm), inputs, **options)
 
-    settings = inductor_settings("wide")
-    compiled = compile_fx(gm, list(inputs), inner_compile=inner, config_patches=settings)
+    return _compiled(gm, inputs, inner, inductor_settings("wide"))
+
+
+def _compiled(
+    gm: GraphModule, inputs: Sequence[Any], inner: Any, settings: dict[str, Any] | None = None
+) -> Callable[..., Any]:
+    with torch._functorch.config.patch(enable_autograd_cache=False):
+        compiled = compile_fx(gm, list(inputs), inner_compile=inner, config_patches=settings)
     return cast("Callable[..., Any]", compiled)
 
 

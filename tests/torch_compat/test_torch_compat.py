@@ -167,16 +167,11 @@ def test_code_compiled_by_another_torch_compat_is_not_found_in_a_cache() -> None
     with fresh_cache():
         for name in ("of today", "of today", "of yesterday"):
             before = counters["inductor"]["fxgraph_cache_hit"]
+            torch._dynamo.reset()
             with revision_of_torch_compat(name):
-                run_compiled(lambda x: x.exp() + 1.0)
+                torch.compile(lambda x: x.exp() + 1.0, backend=by_inductor)(torch.ones(3))
             found.append(counters["inductor"]["fxgraph_cache_hit"] - before)
     assert found == [0, 1, 0]
-
-
-def run_compiled(function: Any) -> None:
-    torch._dynamo.reset()
-    with torch._functorch.config.patch(enable_autograd_cache=False):
-        torch.compile(function, backend=by_inductor)(torch.ones(3))
 
 
 @pytest.mark.usefixtures("by_inductor")
