@@ -34,6 +34,7 @@ from torch.fx import GraphModule
 from torch.optim import Optimizer
 
 from collage_fx.capture.segment import RecordedFunction
+from collage_fx.state import choose_new, has_error_terms, stored_as
 from collage_fx.torch_compat import BurnedIn, SymbolicScope, compiling, records
 
 
@@ -105,6 +106,7 @@ class Compiled:
     takes_sizes: bool
     holds: Callable[[Sequence[Any]], bool] | None  # whether decisions of the trace hold for other inputs
     owner: CompiledCode  # says when it is stale
+    drops: Sequence[int] = ()  # indices of new tensors whose error terms it does not keep up to date
     names: set[str] = field(default_factory=set)  # of the recorder's functions that it has been compiled for
 
     def fits(self, function: RecordedFunction) -> bool:
@@ -120,6 +122,8 @@ class Compiled:
 
     def __call__(self, function: RecordedFunction) -> None:
         """Call the code on a function's tensors, numbers and sizes."""
+        for i in self.drops:
+            choose_new(function.tensors()[i], keep=False)
         numbers: Sequence[Tensor] = ()
         if self.inputs:
             known = function.numbers
@@ -145,6 +149,7 @@ def compiled_for(
     numbers, shared = function.numbers, function.shared
     burned_in: frozenset[int] = frozenset()
     owner = CompiledCode()
+    new = [i for i, tensor in enumerate(function.tensors()) if stored_as(tensor)[1]]
     while True:
         candidates = {shared.get(i, i) for i in changed} - burned_in
         inputs = tuple(i for i in sorted(candidates) if math.isfinite(numbers[i]))
@@ -162,4 +167,5 @@ def compiled_for(
             burned_in |= found_here
             continue
         constants = {i: value for i, value in enumerate(numbers) if shared.get(i, i) not in inputs}
-        return Compiled(code, constants, inputs, burned_in, takes_sizes, scope.guard(), owner)
+        drops = [i for i in new if not has_error_terms(function.tensors()[i])]
+        return Compiled(code, constants, inputs, burned_in, takes_sizes, scope.guard(), owner, drops)

@@ -51,7 +51,7 @@ from collage_fx.capture.segment import (
     real,
 )
 from collage_fx.graph import is_matrix_product
-from collage_fx.state import has_error_terms, records_version
+from collage_fx.state import records_version, stored_as
 from collage_fx.torch_compat import fused_operator, has_storage, is_wrapper, run_unfused, storage_of
 
 #: Types of arguments that are compared by their values.
@@ -63,7 +63,7 @@ CONSTANTS = frozenset(
 )  # fmt: skip
 
 #: Kind of a gradient without error terms.
-_PLAIN_GRADIENT = Tensor, ("gradient", (False, False, False), False), False
+_PLAIN_GRADIENT = Tensor, ("gradient", (False, False, False), (False, False, None)), (False, False, None)
 
 #: Number of patterns for a segment of a step.
 MOST_PATTERNS = 16
@@ -367,8 +367,7 @@ class Matcher(TorchFunctionMode):
             if found is recorded:
                 if storage != each.storage:
                     return False
-                # Code for a tensor that it writes is stale once another graph gives it error terms.
-                if is_written or is_current or has_error_terms(found) == each.kind[-1]:
+                if is_current or stored_as(found) == each.kind[-1]:
                     continue
             elif each.value in pattern.bound:
                 return False
@@ -389,8 +388,8 @@ class Matcher(TorchFunctionMode):
         return all(part.compiled.holds is None or part.compiled.fits(part.function) for part in pattern.parts)
 
     def _kind(self, tensor: Tensor, is_written: bool) -> Any:
-        """Return the facts about a tensor that code depends on; the last is whether it has error terms."""
-        return type(tensor), self._recorder.kind_of(tensor, is_written), has_error_terms(tensor)
+        """Return the facts about a tensor that code depends on; the last is what is stored beside it."""
+        return type(tensor), self._recorder.kind_of(tensor, is_written), stored_as(tensor)
 
     @torch.compiler.disable
     def _run(self) -> bool:

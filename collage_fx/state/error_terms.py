@@ -366,9 +366,11 @@ def choose_new(tensor: Tensor, *, keep: bool) -> None:
 
 
 def stored_as(tensor: Tensor) -> Hashable:
-    """Return the facts that code depends on: whether a tensor has error terms, and its packed format."""
+    """Return the facts that code depends on: whether a tensor has error terms, new ones, and its packed format."""
     found = record_of(tensor)
-    return has_error_terms(tensor), None if found is None or found.format.keeps_hi else found.format
+    if found is None:
+        return has_error_terms(tensor), False, None
+    return found.format.keeps_error, found.is_new, None if found.format.keeps_hi else found.format
 
 
 def _in_memory_of(tensor: Tensor) -> ErrorTermRecord | None:

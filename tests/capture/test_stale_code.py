@@ -37,23 +37,28 @@ LOSSY: tuple[Rule, ...] = (
 
 
 class Turns(Optimizer):
-    """Steps of several kinds by turns; ``records``: with a branch on a value, so that they are recorded."""
+    """Steps of several kinds by turns, of all parameters or of each ``apart``.
 
-    def __init__(self, params: Any, kinds: list[Rule], *, records: bool) -> None:
+    ``records``: with a branch on a value, so that they are recorded.
+    """
+
+    def __init__(self, params: Any, kinds: list[Rule], *, records: bool, apart: bool) -> None:
         super().__init__(params, {"t": 0})
         self.kinds = kinds
         self.records = records
+        self.apart = apart
+        self.start: Callable[[Tensor], Tensor] = torch.zeros_like
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         for group in self.param_groups:
-            for p in group["params"]:
+            for i, p in enumerate(group["params"]):
                 if self.records and not float(p.grad.float().norm()) > 0:
                     continue
                 state = self.state[p]
                 if not state:
-                    state["m"] = torch.zeros_like(p)
-                self.kinds[group["t"] % len(self.kinds)](state["m"], p.grad)
+                    state["m"] = self.start(p)
+                self.kinds[(group["t"] + i * self.apart) % len(self.kinds)](state["m"], p.grad)
                 p.add_(state["m"], alpha=-1e-4)
             group["t"] += 1
 
@@ -75,10 +80,13 @@ def _values(optimizer: Turns) -> list[Tensor]:
 
 @pytest.mark.parametrize("records", [False, True])
 @pytest.mark.parametrize("rounding", [None, "nearest"])
+@pytest.mark.parametrize("apart", [False, True])
 @pytest.mark.parametrize("seed", range(2))
-def test_each_graph_keeps_the_error_terms_that_another_needs(seed: int, rounding: Any, records: bool) -> None:
-    kinds, params = _drawn(seed), parameters(shapes=[(16, 8), (7,)])
-    optimizer = Turns(params, kinds, records=records)
+def test_each_graph_keeps_the_error_terms_that_another_needs(
+    seed: int, apart: bool, rounding: Any, records: bool
+) -> None:
+    kinds, params = _drawn(seed), parameters(shapes=[(16, 8), (7,), *[(4, 3)] * 3])
+    optimizer = Turns(params, kinds, records=records, apart=apart)
     if records:
         step = install(optimizer, rounding=rounding).step
     else:
@@ -89,7 +97,7 @@ def test_each_graph_keeps_the_error_terms_that_another_needs(seed: int, rounding
     assert all(error_terms(optimizer.state[p]["m"]) for p in params)
 
     exact = [torch.nn.Parameter(value) for value in _values(optimizer)[::2]]
-    wide = Turns(exact, kinds, records=False)
+    wide = Turns(exact, kinds, records=False, apart=apart)
     for q, value in zip(exact, _values(optimizer)[1::2], strict=True):
         wide.state[q]["m"] = value
     for i in range(STEPS):
@@ -99,6 +107,20 @@ def test_each_graph_keeps_the_error_terms_that_another_needs(seed: int, rounding
     for value, right in zip(_values(optimizer), _values(wide), strict=True):
         # Each step rounds to a bf16 number and its error term, 16 bits, and computes in float32.
         assert float((value - right).norm() / right.norm()) < STEPS * 2**-17
+
+
+@pytest.mark.parametrize("records", [False, True])
+def test_error_terms_that_a_step_does_not_keep_are_dropped_for_all_its_tensors(records: bool) -> None:
+    """Those of the tensors that were met after the code had been compiled stayed, of the first step's values."""
+    params = parameters(shapes=[(4, 3)] * 3)
+    optimizer = Turns(params, [FINE[0]], records=records, apart=False)
+    optimizer.start = lambda p: 0.3 * cast(Tensor, p.grad)
+    step, held = install(optimizer, rounding="nearest").step, []
+    for i in range(2):
+        set_gradients(params, i)
+        step()
+        held.append([bool(error_terms(optimizer.state[p]["m"])) for p in params])
+    assert held == [[True] * 3, [False] * 3]
 
 
 @pytest.mark.parametrize("constant", [1.0, math.nan])
