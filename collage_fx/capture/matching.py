@@ -63,7 +63,7 @@ CONSTANTS = frozenset(
 )  # fmt: skip
 
 #: Kind of a gradient without error terms.
-_PLAIN_GRADIENT = Tensor, ("gradient", (False, False, False), (False, False, None)), (False, False, None)
+_PLAIN_GRADIENT = Tensor, ("gradient", (False, False, False), (False, False, None))
 
 #: Number of patterns for a segment of a step.
 MOST_PATTERNS = 16
@@ -206,6 +206,8 @@ class Matcher(TorchFunctionMode):
         kwargs = kwargs or {}
         if not self._is_in_step or self._recorder.is_dispatching or func in METADATA:
             return func(*args, **kwargs)
+        if isinstance(alpha := kwargs.get("alpha"), Tensor):  # its value is asked for by a call of its own
+            kwargs = {**kwargs, "alpha": self.__torch_function__(Tensor.item, (), (alpha,))}
         if self._pattern is not None:
             values = (*args, *kwargs.values()) if kwargs else args
             if not torch.is_grad_enabled() and (call := self._matched(func, values, tuple(kwargs))):
@@ -367,7 +369,7 @@ class Matcher(TorchFunctionMode):
             if found is recorded:
                 if storage != each.storage:
                     return False
-                if is_current or stored_as(found) == each.kind[-1]:
+                if is_current or stored_as(found) == each.kind[1][-1]:
                     continue
             elif each.value in pattern.bound:
                 return False
@@ -388,8 +390,8 @@ class Matcher(TorchFunctionMode):
         return all(part.compiled.holds is None or part.compiled.fits(part.function) for part in pattern.parts)
 
     def _kind(self, tensor: Tensor, is_written: bool) -> Any:
-        """Return the facts about a tensor that code depends on; the last is what is stored beside it."""
-        return type(tensor), self._recorder.kind_of(tensor, is_written), stored_as(tensor)
+        """Return the facts about a tensor that code depends on."""
+        return type(tensor), self._recorder.kind_of(tensor, is_written)
 
     @torch.compiler.disable
     def _run(self) -> bool:

@@ -36,9 +36,10 @@ Picking = Callable[[Sequence[Any]], tuple[Any, ...]]
 class CompensatedStep:
     """Compiled graph that is called with error terms after its arguments.
 
-    Note [Error terms of the last call]: looking up the record of each tensor takes a microsecond. So the
-    buffers are remembered as long as no record has changed, for each set of arguments, by weak references,
-    because the tensor owns them. A tensor's death is such a change, unless a step has made it for itself.
+    Note [Error terms of the last call]: looking up the record of each tensor takes some microseconds. So the
+    buffers are remembered as long as no record has changed, of each tensor and for each set of arguments, by
+    weak references, because the tensor owns them. A tensor's death is such a change, unless a step has made
+    it for itself.
 
     The graph has AOTAutograd's convention. ``expected`` are the layouts of arguments, and of error terms.
     """
@@ -55,13 +56,14 @@ class CompensatedStep:
         self._passed = picking([each.index for each in bindings if each.bound is None])
         self._version: object = None
         self._buffers: dict[Sequence[int], Sequence[weakref.ref[Tensor]]] = {}
+        self._of_each: dict[tuple[int, int], Sequence[weakref.ref[Tensor]]] = {}  # by index and ``id``
 
     def __call__(self, arguments: list[Any], present: Present | None = None) -> Any:
         is_alike = self.given.fit(arguments)
         passed = tuple(map(id, self._passed(arguments)))
         version = records_version()
         if version is not self._version or (passed and not is_alike) or len(self._buffers) > MOST_PATTERNS:
-            self._version, self._buffers = version, {}
+            self._version, self._buffers, self._of_each = version, {}, {}
         if (buffers := self._buffers.get(passed)) is not None:
             arguments += [buffer() for buffer in buffers]
         else:
@@ -69,11 +71,21 @@ class CompensatedStep:
         return self.compiled(arguments) if present is None else self.compiled(arguments, present.members)
 
     def _add_error_terms(self, arguments: list[Any], passed: Sequence[int]) -> None:
-        found = [auxiliary for binding in self.bindings for auxiliary in binding.added_to(arguments)]
-        arguments += found
+        found: list[weakref.ref[Tensor]] = []
+        added: list[Tensor] = []
+        for binding in self.bindings:
+            key = binding.index, id(arguments[binding.index])
+            if (known := self._of_each.get(key)) is None:
+                now = binding.added_to(arguments)
+                known = [*map(weakref.ref, now)]
+                if binding.is_lasting:
+                    self._of_each[key] = known
+            added += [auxiliary() for auxiliary in known]
+            found += known
+        arguments += added
         self.added.fit(arguments)
         if all(binding.is_lasting for binding in self.bindings):
-            self._buffers[passed] = [weakref.ref(auxiliary) for auxiliary in found]
+            self._buffers[passed] = found
 
 
 class Member(NamedTuple):

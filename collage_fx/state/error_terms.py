@@ -324,7 +324,7 @@ class ErrorTermRecord:
 #: Records by object, and by storage and region in it: Note [One tensor under several objects].
 _BY_OBJECT = WeakTensorKeyDictionary()
 _BY_STORAGE = WeakIdKeyDictionary()
-_LOCK = threading.Lock()
+_LOCK = threading.RLock()
 
 
 def record_of(tensor: Tensor) -> ErrorTermRecord | None:
@@ -429,9 +429,8 @@ def ensure_record(
     Raises:
         ConflictingErrorFormatError: the tensor has error terms in another format, which a step uses.
     """
-    _convert(tensor, error_format)
     with _LOCK:
-        found = record_of(tensor)
+        found = _converted(record_of(tensor), tensor, error_format)
         piece = local_tensor(tensor)
         if found is not None:
             require_format(found, error_format, name=name)
@@ -537,18 +536,20 @@ def change_layout(tensor: Tensor, change: Callable[[Tensor], Tensor]) -> Tensor:
     return tensor
 
 
-def _convert(tensor: Tensor, error_format: ErrorFormat) -> None:
-    """Convert a record to another format if no step uses it, or it has no error terms."""
-    found = record_of(tensor)
+def _converted(
+    found: ErrorTermRecord | None, tensor: Tensor, error_format: ErrorFormat
+) -> ErrorTermRecord | None:
+    """Return a tensor's record, in another format if no step uses it, or it has no error terms."""
     if found is None or found.format is error_format or (found.is_used and found.format.keeps_error):
-        return
+        return found
     found.settle_claim()
     with real_tensors(), torch.no_grad():
         hi = local_tensor(tensor.detach())
         terms = found.format.error_terms(hi, *found.auxiliaries) if found.is_current else ()
         term = torch.as_tensor(sum(each.float() for each in terms))
     reset_error_terms(tensor)
-    fill(ensure_record(tensor, error_format, name=""), tensor, term)
+    fill(made := ensure_record(tensor, error_format, name=""), tensor, term)
+    return made
 
 
 def fill(record: ErrorTermRecord, tensor: Tensor, term: Tensor) -> None:
