@@ -207,7 +207,8 @@ def test_work_does_not_grow_with_the_number_of_tensors(count: int) -> None:
     ("shapes", "options", "families"),
     [
         ([(2, 3)] * 4, {}, 1),
-        ([(2, 3), (3, 2), (2, 3), (3, 2)], {}, 2),
+        ([(2, 3), (3, 2), (2, 3), (3, 2)], {}, 1),  # code for all sizes
+        ([(2, 3), (6,), (2, 3), (6,)], {}, 2),
         ([(2, 3)] * 4, {"weight_decay": 0.5}, 2),  # of the second group: another constant
         ([(2, 3)] * 4, {"lr": 0.5}, 1.2),  # a number that is an input, beside five others
     ],
