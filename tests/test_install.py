@@ -126,6 +126,21 @@ def test_float32_parameters_are_said_to_have_no_error_terms(
     assert "not compiled yet" not in str(backend.report())
 
 
+@pytest.mark.parametrize("eps", [(None, 1e-3), (1e-7, 1e-3)])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_an_epsilon_of_16_bits_is_told(
+    caplog: pytest.LogCaptureFixture, dtype: torch.dtype, eps: tuple[float | None, float]
+) -> None:
+    """Of torch's Adafactor: gradients below it are not normalized, where float32 weights' are."""
+    install(torch.optim.Adafactor(parameters(dtype), eps=eps))
+    told = [each.getMessage() for each in caplog.records if "eps[0]" in each.getMessage()]
+    expected = (
+        "Adafactor: eps[0]=None is 0.0078, the machine epsilon of bfloat16: smaller gradients are not "
+        "normalized. To train as with float32 weights, give eps=(1.19e-07, 0.001)"
+    )
+    assert told == ([expected] if dtype is torch.bfloat16 and eps[0] is None else [])
+
+
 def test_no_warning_where_state_of_float32_parameters_is_packed(caplog: pytest.LogCaptureFixture) -> None:
     install(AdamW(parameters(torch.float32)), state="block8")
     assert caplog.records == []

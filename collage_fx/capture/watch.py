@@ -532,7 +532,7 @@ def note_installed(optimizer: Optimizer, backend: Any) -> None:
     if (request := Request.of(backend, {})) is not None:
         _prepare(optimizer, request)
         torch_compat.records.put(optimizer, _Requested(request))
-        _warn_of_wide_parameters(optimizer, backend)
+        _warn_of_parameters(optimizer, backend)
 
 
 def note_compiled_step(optimizer: Optimizer, request: Request) -> None:
@@ -587,7 +587,7 @@ def _at_torch_compile(backend: Any, keywords: dict[str, Any], function: Any) -> 
         return
     for optimizer in _optimizers_of(function):
         if not torch_compat.records.has(optimizer, _Requested):
-            _warn_of_wide_parameters(optimizer, request.backend)
+            _warn_of_parameters(optimizer, request.backend)
         _request(optimizer, request)
         _prepare(optimizer, request)
 
@@ -599,8 +599,11 @@ def _prepare(optimizer: Optimizer, request: Request) -> None:
         recording.switch(each)
 
 
-def _warn_of_wide_parameters(optimizer: Optimizer, backend: Any) -> None:
-    """Log a warning if no parameter is of low precision, unless state of float32 parameters may be packed."""
+def _warn_of_parameters(optimizer: Optimizer, backend: Any) -> None:
+    """Log a warning if no parameter is of low precision, unless state of float32 parameters may be packed.
+
+    And if torch's Adafactor takes the machine epsilon of 16 bits, below which it normalizes no gradient.
+    """
     parameters = [parameter for _, parameter in state.parameter_names(optimizer)]
     dtypes = {each.dtype for each in parameters}
     is_rewritten = any(rows.is_of_concern(each, backend.options.takes_float32) for each in parameters)
@@ -611,6 +614,16 @@ def _warn_of_wide_parameters(optimizer: Optimizer, backend: Any) -> None:
             type(optimizer).__name__,
             " and ".join(sorted(str(dtype).removeprefix("torch.") for dtype in dtypes)),
         )
+    if not isinstance(optimizer, torch.optim.Adafactor):
+        return
+    for dtype in filter(is_low_precision, dtypes):
+        if (eps := optimizer.defaults["eps"])[0] is None:
+            told = (
+                "Adafactor: eps[0]=None is %.2g, the machine epsilon of %s: smaller gradients are not "
+                "normalized. To train as with float32 weights, give eps=(%.3g, %g)"
+            )
+            epsilons = torch.finfo(dtype).eps, torch.finfo(torch.float32).eps
+            log.warning(told, epsilons[0], str(dtype).removeprefix("torch."), epsilons[1], eps[1])
 
 
 def _optimizers_of(function: Any) -> list[Optimizer]:

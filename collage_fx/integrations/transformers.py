@@ -54,10 +54,7 @@ class CollageCallback(InstallingCallback, TrainerCallback):  # type: ignore[misc
             folder = Path(args.output_dir, f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}")
             _refuse_left_out(optimizer, folder)
         self.install(
-            optimizer,
-            model,
-            accumulate=lambda: GradientState().sync_gradients,
-            max_norm=args.max_grad_norm,
+            optimizer, model, accumulate=lambda: GradientState().sync_gradients, max_norm=args.max_grad_norm
         )
         _put_first(self)
 

@@ -71,21 +71,19 @@ class CompensatedStep:
         return self.compiled(arguments) if present is None else self.compiled(arguments, present.members)
 
     def _add_error_terms(self, arguments: list[Any], passed: Sequence[int]) -> None:
-        found: list[weakref.ref[Tensor]] = []
-        added: list[Tensor] = []
+        found: list[Any] = []
         for binding in self.bindings:
             key = binding.index, id(arguments[binding.index])
-            if (known := self._of_each.get(key)) is None:
-                now = binding.added_to(arguments)
-                known = [*map(weakref.ref, now)]
-                if binding.is_lasting:
-                    self._of_each[key] = known
-            added += [auxiliary() for auxiliary in known]
-            found += known
-        arguments += added
+            if (known := self._of_each.get(key)) is not None:
+                found += [auxiliary() for auxiliary in known]
+                continue
+            found += (added := binding.added_to(arguments))
+            if binding.is_lasting:
+                self._of_each[key] = [weakref.ref(auxiliary) for auxiliary in added]
+        arguments += found
         self.added.fit(arguments)
         if all(binding.is_lasting for binding in self.bindings):
-            self._buffers[passed] = found
+            self._buffers[passed] = [weakref.ref(auxiliary) for auxiliary in found]
 
 
 class Member(NamedTuple):

@@ -365,8 +365,8 @@ def choose_new(tensor: Tensor, *, keep: bool) -> None:
             reset_error_terms(tensor)
 
 
-def stored_as(tensor: Tensor) -> Hashable:
-    """Return the facts that code depends on: whether a tensor has error terms, new ones, and its packed format."""
+def stored_as(tensor: Tensor) -> tuple[bool, bool, ErrorFormat | None]:
+    """Return what code depends on: whether a tensor has error terms, and new ones, and its packed format."""
     found = record_of(tensor)
     if found is None:
         return has_error_terms(tensor), False, None

@@ -30,10 +30,7 @@ GRAPH_BREAKS = Patch(
     ),
     why="a graph break in an optimizer's update is reported before anything runs",
     waits_for="a hook of a backend before a graph is broken",
-    relies_on=(
-        "torch._dynamo.exc:Unsupported has gb_type, msg, real_stack",
-        "torch._dynamo:graph_break",
-    ),
+    relies_on=("torch._dynamo.exc:Unsupported has gb_type, msg, real_stack", "torch._dynamo:graph_break"),
 )
 
 #: End of Dynamo's sentence on a graph break, or on a disabled function, whose author has given no reason.

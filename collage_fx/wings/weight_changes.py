@@ -239,10 +239,7 @@ def forget_changes(model: Module, reader: str = "engine") -> None:
 
 
 def save_changes(
-    model: Module,
-    path: str | os.PathLike[str],
-    reader: str = "checkpoint",
-    encoding: Encoding = "gap_delta",
+    model: Module, path: str | os.PathLike[str], reader: str = "checkpoint", encoding: Encoding = "gap_delta"
 ) -> WeightChanges:
     """Write the weights that have changed since the last call to a file: an incremental checkpoint.
 
