@@ -1,12 +1,10 @@
 """Train a small GPT in pure bfloat16, with and without Collage: what ``./dev demo`` runs.
 
-The setting is one that a user meets. Model, batch, learning rate (1e-3 after a warm-up of 100 steps, then a
-cosine down to 1e-4), weight decay 0.1 and gradient clipping at 1.0 are what nanoGPT [1] recommends for a
-first training on a computer without a GPU, with half of its layers to keep the demo short; betas are
-torch's default (0.9, 0.999). The text is real and on every machine: the source files of Python's standard
-library, of which every tenth is kept for validation. Everything is bfloat16: weights, activations,
-gradients and optimizer state; there is no autocast. The runs start from the same weights and see the same
-batches:
+Model, batch, learning rate (1e-3 after a warm-up of 100 steps, then a cosine down to 1e-4), weight decay 0.1
+and gradient clipping at 1.0 are what nanoGPT [1] recommends for a first training without a GPU, with half of
+its layers; betas are torch's default (0.9, 0.999). The text is the source of Python's standard library; every
+tenth file is kept for validation. Weights, activations, gradients and optimizer state are bfloat16, without
+autocast. The runs start from the same weights and see the same batches:
 
     none          plain low precision (the paper's A)
     light         weights carry an error term (B)
