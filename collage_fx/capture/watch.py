@@ -6,7 +6,7 @@ The compiled graphs compensate. There are six ways past them, each checked where
 nothing in a step that is compiled already:
 
 * *Dynamo gives up on a function* that has been compiled too often. For this backend it never does: each
-  optimizer has a limit, counted anew once it is loaded. A step at Dynamo's ``recompile_limit`` (inside another
+  optimizer has a limit, counted anew once it is loaded. A step at Dynamo's ``recompile_limit`` (in another
   function at :data:`COMPILATIONS` times the limit) is recorded from then on; a function that updates tensors
   of no optimizer is refused (:func:`_before_conversion`).
 * *A graph break inside an update* hands the operation that caused it, and in a loop the whole function, to

@@ -73,7 +73,7 @@ class CompensatedStep:
     def _add_error_terms(self, arguments: list[Any], passed: Sequence[int]) -> None:
         found: list[Any] = []
         for binding in self.bindings:
-            key = binding.index, id(arguments[binding.index])
+            key = binding.index, binding.bound is None and id(arguments[binding.index])
             if (known := self._of_each.get(key)) is not None:
                 found += [auxiliary() for auxiliary in known]
                 continue

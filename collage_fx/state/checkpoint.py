@@ -95,6 +95,7 @@ from torch.optim import Optimizer
 from torch.utils.weak import TensorWeakRef
 
 import collage_fx
+from collage_fx import torch_compat
 from collage_fx.errors import CheckpointMismatchError, warn
 from collage_fx.graph import Role
 from collage_fx.numerics import (
@@ -114,19 +115,7 @@ from collage_fx.state.fingerprints import BYTES, ROWS, chunk_on, differences, fi
 from collage_fx.state.optimizers import KnownTensor
 from collage_fx.state.packed import decoded, is_packed
 from collage_fx.state.replaced_state import format_before, note_held
-from collage_fx.torch_compat import (
-    distributed_like,
-    has_storage,
-    is_flattened,
-    local_tensor,
-    pytree,
-    real_tensors,
-    records,
-    sharding_of,
-    storage_of,
-    without_own_step,
-    wrap_flat_states,
-)
+from collage_fx.torch_compat import has_storage, local_tensor, pytree, real_tensors, records, storage_of
 
 PREFIX = "collage_fx."
 #: Entry of a state dict for tensors that belong to no single parameter; in a pickle, for all records.
@@ -315,11 +304,13 @@ def _after_save(optimizer: Optimizer, saved: StateDict) -> StateDict:
         entry = optimizer.state.get(parameter)
         unpacked = (each for each in _state_slots(entry) if not is_packed(each[1]))
         kept = wide_state.kept_entries(parameter, unpacked)
-        auxiliaries = _keyed_auxiliaries(_slots(parameter, entry), are_flat=is_flattened(parameter))
+        auxiliaries = _keyed_auxiliaries(
+            _slots(parameter, entry), are_flat=torch_compat.is_flattened(parameter)
+        )
         ours = {PREFIX + name: tensor for name, tensor in itertools.chain(auxiliaries, kept)}
         waiting = ((name, each) for name, each in _as_dictionary(entry).items() if id(each) in wider)
         loaded = ((name, each, _as_loaded(each, wider[id(each)].wider)) for name, each in waiting)
-        unchanged = {name: distributed_like(each, value) for name, each, value in loaded}
+        unchanged = {name: torch_compat.distributed_like(each, value) for name, each, value in loaded}
         if unchanged or ours:  # a new dictionary, as the one in ``saved`` is the optimizer's own
             state[key] = {**_as_dictionary(state.get(key)), **unchanged, **ours}
     shared = dict(_keyed_auxiliaries(optimizers.shared_tensors(optimizer.param_groups, optimizer.state)))
@@ -347,7 +338,7 @@ def _keyed_auxiliaries(
             for spec, auxiliary in zip(specs, record.auxiliaries, strict=True):
                 saved = spec.as_state(auxiliary, tensor.dtype) if is_state else spec.saved(auxiliary)
                 if auxiliary.dim():  # a 0-d auxiliary is the same in all processes
-                    saved = distributed_like(tensor, saved, spec.saved_shape)
+                    saved = torch_compat.distributed_like(tensor, saved, spec.saved_shape)
                 yield f"{name}.{record.format.name}.{spec.name}", saved
             if record.format.holds_more and not is_state:
                 table = table_of(_fingerprint_of(tensor, record), tensor)
@@ -384,7 +375,7 @@ def _taken_apart(optimizer: Optimizer) -> Any:
         return reduced
     make, args, state, *rest = reduced
     if isinstance(state, dict):
-        state = optimizers.without_own_methods(without_own_step(state).items())
+        state = optimizers.without_own_methods(torch_compat.without_own_step(state).items())
         for name, hooks in state.items():
             if name.startswith("_optimizer_") and isinstance(hooks, dict):  # the copy has ours anew
                 modules = {i: str(getattr(hook, "__module__", "")) for i, hook in hooks.items()}
@@ -578,7 +569,7 @@ def _unflattening(
     return unflattened
 
 
-wrap_flat_states(_unflattening)
+torch_compat.wrap_flat_states(_unflattening)
 
 
 def plain_state_dict(state_dict: Mapping[str, Any]) -> StateDict:
@@ -828,7 +819,10 @@ def _refuse_damaged(optimizer: Optimizer, plain: StateDict, saved: Saved) -> Non
         if record is None or not is_of_file or all(name != FINGERPRINT for _, name in auxiliaries):
             continue
         actual = torch.stack([_fingerprint_of(tensor, record, earlier=each) for each in (False, True)])
-        pieces, far = sharding_of(tensor), _number_in(auxiliaries, tensor).to(actual.device) - actual
+        pieces, far = (
+            torch_compat.sharding_of(tensor),
+            _number_in(auxiliaries, tensor).to(actual.device) - actual,
+        )
         if all((far if pieces is None else pieces.sum(far)).tolist()):
             raise CheckpointMismatchError(
                 f"packed state in the format {record.format.name!r} with other bytes than were saved: the "
@@ -1082,7 +1076,7 @@ def _loaded_buffers(
     specs: Sequence[AuxiliarySpec], auxiliaries: Auxiliaries, tensor: Tensor
 ) -> tuple[Tensor, ...]:
     """Return this process's buffers of the saved auxiliaries of a tensor."""
-    name, pieces = _format_name(auxiliaries), sharding_of(tensor)
+    name, pieces = _format_name(auxiliaries), torch_compat.sharding_of(tensor)
     saved = (local_tensor(auxiliaries[name, spec.name], pieces if spec.shape else None) for spec in specs)
     return tuple(spec.loaded(each) for spec, each in zip(specs, saved, strict=True))
 
@@ -1119,7 +1113,11 @@ def _fitting_terms(value: Tensor, auxiliaries: Auxiliaries, dtype: torch.dtype) 
     """Return this process's buffers of auxiliaries that were saved beside a value in ``dtype``; else None."""
     if (error_format := format_named(_format_name(auxiliaries))) is None:
         return None
-    number, pieces, here = _number_in(auxiliaries, value), sharding_of(value), local_tensor(value.detach())
+    number, pieces, here = (
+        _number_in(auxiliaries, value),
+        torch_compat.sharding_of(value),
+        local_tensor(value.detach()),
+    )
     hi = here.to(dtype)
     specs = error_format.auxiliaries(torch.empty(value.shape, dtype=dtype, device="meta"))
     saved = [auxiliaries.get((error_format.name, spec.name)) for spec in specs]
@@ -1186,7 +1184,7 @@ def _as_loaded(tensor: Tensor, wider: Tensor) -> Tensor:
     """Return the local shard of a wider value; elements that eager steps have changed are the tensor's."""
     with real_tensors(), torch.no_grad():
         hi = local_tensor(tensor.detach())
-        whole = local_tensor(wider, sharding_of(tensor)).to(hi.device)
+        whole = local_tensor(wider, torch_compat.sharding_of(tensor)).to(hi.device)
         return torch.where(whole.to(hi.dtype) == hi, whole, hi.to(whole.dtype))
 
 

@@ -38,7 +38,7 @@ import torch
 from torch import Tensor
 from torch.utils.weak import TensorWeakRef, WeakIdKeyDictionary, WeakIdRef, WeakTensorKeyDictionary
 
-from collage_fx import errors, numerics
+from collage_fx import errors, numerics, torch_compat
 from collage_fx.codegen import are_halves, decode_blocks, has_fast_passes, join_halves
 from collage_fx.errors import CheckpointMismatchError, ConflictingErrorFormatError, UnsupportedTensorError
 from collage_fx.graph import is_dense
@@ -46,18 +46,7 @@ from collage_fx.numerics import Blocks, ErrorFormat, Exact
 from collage_fx.state.fingerprints import bits_of
 from collage_fx.state.host_twins import host_twin, update_twin, uploading
 from collage_fx.state.packed import is_packed, move_packed, pack, unpack
-from collage_fx.torch_compat import (
-    distributed_like,
-    has_storage,
-    local_tensor,
-    real_tensors,
-    sharding_of,
-    start_of_shard,
-    storage_of,
-    version_of,
-    whole_tensor,
-    without_torch_function,
-)
+from collage_fx.torch_compat import has_storage, local_tensor, real_tensors, storage_of, version_of
 
 
 class _Records:
@@ -329,7 +318,7 @@ _LOCK = threading.RLock()
 
 def record_of(tensor: Tensor) -> ErrorTermRecord | None:
     """Return the record of a tensor; None if it has none, or a record of another dtype or shape."""
-    with without_torch_function():  # a packed tensor is not decoded for this
+    with torch_compat.without_torch_function():  # a packed tensor is not decoded for this
         for table in (_BY_OBJECT.get, _in_memory_of):
             found: ErrorTermRecord | None = table(tensor)
             if found is not None and _fits(found, local_tensor(tensor)):
@@ -366,7 +355,7 @@ def choose_new(tensor: Tensor, *, keep: bool) -> None:
 
 
 def stored_as(tensor: Tensor) -> tuple[bool, bool, ErrorFormat | None]:
-    """Return what code depends on: whether a tensor has error terms, and new ones, and its packed format."""
+    """Return the facts that code depends on: whether error terms are kept, and are new; the packed format."""
     found = record_of(tensor)
     if found is None:
         return has_error_terms(tensor), False, None
@@ -394,7 +383,7 @@ def _region(tensor: Tensor) -> Hashable:
 
 def record_memory(tensor: Tensor, record: ErrorTermRecord) -> None:
     """Register a record under the memory that its tensor, or the local shard, has now."""
-    with without_torch_function():
+    with torch_compat.without_torch_function():
         if not has_storage(tensor):
             return
         storage, region = tensor.untyped_storage(), _region(tensor)
@@ -452,7 +441,9 @@ def ensure_record(
                     spec.fitted(each, piece.device) for spec, each in zip(specs, buffers, strict=True)
                 )
             # Filled on the device: a number that is uploaded is waited for.
-            start = torch.full((), start_of_shard(tensor), dtype=torch.int64, device=piece.device)
+            start = torch.full(
+                (), torch_compat.start_of_shard(tensor), dtype=torch.int64, device=piece.device
+            )
             start = start.to(torch.int32)  # modulo 2**32
         owner = TensorWeakRef(tensor)
         made = ErrorTermRecord(error_format, tensor.dtype, mine, start, owner, is_passing=is_passing)
@@ -536,11 +527,9 @@ def change_layout(tensor: Tensor, change: Callable[[Tensor], Tensor]) -> Tensor:
     return tensor
 
 
-def _converted(
-    found: ErrorTermRecord | None, tensor: Tensor, error_format: ErrorFormat
-) -> ErrorTermRecord | None:
+def _converted(found: ErrorTermRecord | None, tensor: Tensor, fmt: ErrorFormat) -> ErrorTermRecord | None:
     """Return a tensor's record, in another format if no step uses it, or it has no error terms."""
-    if found is None or found.format is error_format or (found.is_used and found.format.keeps_error):
+    if found is None or found.format is fmt or (found.is_used and found.format.keeps_error):
         return found
     found.settle_claim()
     with real_tensors(), torch.no_grad():
@@ -548,7 +537,7 @@ def _converted(
         terms = found.format.error_terms(hi, *found.auxiliaries) if found.is_current else ()
         term = torch.as_tensor(sum(each.float() for each in terms))
     reset_error_terms(tensor)
-    fill(made := ensure_record(tensor, error_format, name=""), tensor, term)
+    fill(made := ensure_record(tensor, fmt, name=""), tensor, term)
     return made
 
 
@@ -688,7 +677,7 @@ def error_terms(tensor: Tensor) -> tuple[Tensor, ...]:
     piece = local_tensor(tensor.detach())
     _follow(record, piece)
     terms = record.format.error_terms(piece, *record.auxiliaries)
-    return tuple(distributed_like(tensor, term) for term in terms)
+    return tuple(torch_compat.distributed_like(tensor, term) for term in terms)
 
 
 def _terms_in_memory_of(tensor: Tensor) -> tuple[Tensor, ...]:
@@ -721,7 +710,7 @@ def _terms_in_memory_of(tensor: Tensor) -> tuple[Tensor, ...]:
             found[begin - first :][:count] += term
     if found is None:
         return ()
-    return (distributed_like(tensor, found.as_strided(piece.size(), piece.stride(), 0)),)
+    return (torch_compat.distributed_like(tensor, found.as_strided(piece.size(), piece.stride(), 0)),)
 
 
 def full_value(tensor: Tensor, dtype: torch.dtype = torch.float64) -> Tensor:
@@ -738,7 +727,7 @@ def full_value(tensor: Tensor, dtype: torch.dtype = torch.float64) -> Tensor:
             # In chunks: an operand of another dtype is converted as a whole.
             for part, of_term in _rows_of(value, term):
                 part.add_(of_term.to(dtype))
-        return distributed_like(tensor, value)
+        return torch_compat.distributed_like(tensor, value)
     record.settle()
     piece = record.auxiliaries[0] if packed else local_tensor(tensor.detach())
     value = torch.empty_like(piece, dtype=dtype)
@@ -751,7 +740,7 @@ def full_value(tensor: Tensor, dtype: torch.dtype = torch.float64) -> Tensor:
         is_cut = record.format.by_rows or record.format.is_elementwise
         for part, *rows in _rows_of(*whole) if is_cut else [whole]:
             part.copy_(record.format.join(*rows))
-    return distributed_like(tensor, value)
+    return torch_compat.distributed_like(tensor, value)
 
 
 def _is_joined(record: ErrorTermRecord, dtype: torch.dtype) -> bool:
@@ -800,14 +789,14 @@ def assign(tensor: Tensor, value: Tensor | float) -> None:
 
 def _are_alike(tensor: Tensor, other: Tensor, own: ErrorTermRecord, theirs: ErrorTermRecord) -> bool:
     """Return whether the buffers of one tensor can be copied to another tensor's."""
-    shapes = [(each.shape, each.dtype, sharding_of(each)) for each in (tensor, other)]
+    shapes = [(each.shape, each.dtype, torch_compat.sharding_of(each)) for each in (tensor, other)]
     return own.format is theirs.format and own.format.keeps_hi and shapes[0] == shapes[1]
 
 
 def write(tensor: Tensor, value: Tensor, record: ErrorTermRecord | None) -> None:
     """Write a value of more bits, whole or a DTensor, to a tensor, and the rest to its error terms."""
-    pieces, mine = sharding_of(tensor), local_tensor(tensor)
-    source = whole_tensor(value) if pieces is None else local_tensor(value, pieces)
+    pieces, mine = torch_compat.sharding_of(tensor), local_tensor(tensor)
+    source = torch_compat.whole_tensor(value) if pieces is None else local_tensor(value, pieces)
     if record is None or not record.format.keeps_hi:
         if record is None or record.format.why_not_values(source):
             mine.copy_(source)

@@ -34,23 +34,9 @@ from typing import TYPE_CHECKING, Any, TypeGuard, cast
 import torch
 from torch import Tensor
 
+from collage_fx import torch_compat
 from collage_fx.numerics import WEIGHT_FORMATS, define_operator
-from collage_fx.torch_compat import (
-    current_trace,
-    distributed,
-    distributed_like,
-    gather_from,
-    guard_by_identity,
-    has_storage,
-    local_tensor,
-    pytree,
-    real_tensors,
-    sharding_of,
-    storage_of,
-    untraced,
-    version_of,
-    without_torch_function,
-)
+from collage_fx.torch_compat import local_tensor, pytree, storage_of, version_of, without_torch_function
 
 if TYPE_CHECKING:
     from collage_fx.state.error_terms import ErrorTermRecord
@@ -127,12 +113,12 @@ class PackedTensor(Tensor):
 @functools.cache
 def _call() -> Callable[[Any, Any, Any], Any]:
     """Return the function that calls torch's functions with packed tensors; Dynamo traces no frame of it."""
-    return untraced(PackedTensor.__torch_function__, _called)
+    return torch_compat.untraced(PackedTensor.__torch_function__, _called)
 
 
 def _called(func: Any, args: Any, kwargs: Any) -> Any:
     with without_torch_function():
-        if func in _FACTS or _is_ours(func) or current_trace() is not None:
+        if func in _FACTS or _is_ours(func) or torch_compat.current_trace() is not None:
             return func(*args, **kwargs)
         if func in _LAYOUT:
             return func(laid_out(args[0]), *args[1:], **kwargs)
@@ -181,8 +167,8 @@ def pack(tensor: Tensor, record: ErrorTermRecord) -> None:
     """Release a tensor's memory: its value is decoded from its record from now on."""
     move_packed(tensor, local_tensor(tensor).device)
     if isinstance(tensor, torch.nn.Parameter) and local_tensor(tensor) is not tensor:
-        gather_from(tensor, decoded)
-    guard_by_identity(tensor)
+        torch_compat.gather_from(tensor, decoded)
+    torch_compat.guard_by_identity(tensor)
     _call()
     _make_packed(tensor, record)
 
@@ -190,7 +176,7 @@ def pack(tensor: Tensor, record: ErrorTermRecord) -> None:
 def move_packed(tensor: Tensor, device: torch.device) -> None:
     """Move the single element of memory that a packed tensor has to a device."""
     piece = local_tensor(tensor)
-    with without_torch_function(), real_tensors(), torch.no_grad():
+    with without_torch_function(), torch_compat.real_tensors(), torch.no_grad():
         nothing = torch.full((), float("nan"), dtype=piece.dtype, device=device)
         piece.data = nothing.expand(piece.shape)
 
@@ -209,8 +195,8 @@ def decoded(tensor: Tensor) -> Tensor:
     if not isinstance(tensor, PackedTensor):
         return tensor
     # A tensor of inference mode would not tell whether it has been written to.
-    with real_tensors(), torch.inference_mode(False), torch.no_grad():
-        return distributed_like(tensor, tensor.record.decode(local_tensor(tensor)))
+    with torch_compat.real_tensors(), torch.inference_mode(False), torch.no_grad():
+        return torch_compat.distributed_like(tensor, tensor.record.decode(local_tensor(tensor)))
 
 
 def plain_class(tensor: Tensor) -> type[Tensor]:
@@ -324,7 +310,7 @@ def _call_decoded(func: Any, args: Any, kwargs: Any) -> Any:
     with _decoding_again(weights) if weights else contextlib.nullcontext():
         result = func(*args, **kwargs)
     tensors = (local_tensor(each) for each in pytree.tree_leaves(result) if isinstance(each, Tensor))
-    shown = {storage_of(each) for each in tensors if has_storage(each)}
+    shown = {storage_of(each) for each in tensors if torch_compat.has_storage(each)}
     originals: dict[int, Tensor] = {}
     for tensor, made, version in replaced.values():
         memory = local_tensor(made)
@@ -344,11 +330,16 @@ def _decoding_again(weights: Mapping[int, PackedTensor]) -> contextlib.AbstractC
 
     def leave_out(saved: Tensor) -> Any:
         piece = local_tensor(saved)
-        weight = weights.get(storage_of(piece)) if has_storage(piece) else None
+        weight = weights.get(storage_of(piece)) if torch_compat.has_storage(piece) else None
         if weight is None:
             return saved
         layout = piece.size(), piece.stride(), piece.storage_offset()
-        return weight, version_of(weight), layout, (sharding_of(saved), saved.size(), saved.stride())
+        return (
+            weight,
+            version_of(weight),
+            layout,
+            (torch_compat.sharding_of(saved), saved.size(), saved.stride()),
+        )
 
     def decode_again(saved: Any) -> Tensor:
         if isinstance(saved, Tensor):
@@ -360,7 +351,7 @@ def _decoding_again(weights: Mapping[int, PackedTensor]) -> contextlib.AbstractC
                     "one of the variables needed for gradient computation has been modified by an inplace "
                     f"operation: a weight of sizes {tuple(weight.shape)} was updated after its forward pass"
                 )
-            return distributed(local_tensor(decoded(weight)).as_strided(*layout), *whole)
+            return torch_compat.distributed(local_tensor(decoded(weight)).as_strided(*layout), *whole)
 
     return torch.autograd.graph.saved_tensors_hooks(leave_out, decode_again)
 
