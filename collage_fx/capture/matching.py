@@ -62,6 +62,9 @@ CONSTANTS = frozenset(
     )
 )  # fmt: skip
 
+#: Kind of a gradient without error terms.
+_PLAIN_GRADIENT = Tensor, ("gradient", (False, False, False), (False, False, None))
+
 #: Number of patterns for a segment of a step.
 MOST_PATTERNS = 16
 
@@ -370,6 +373,8 @@ class Matcher(TorchFunctionMode):
                     continue
             elif each.value in pattern.bound:
                 return False
+            elif is_current and each.kind == _PLAIN_GRADIENT and self._is_gradient(found) and is_whole(found):
+                continue
             if not is_whole(found) or Spec.of(found) != segment.values[each.value].spec:
                 return False
             if self._kind(found, is_written) != each.kind:

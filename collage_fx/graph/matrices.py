@@ -19,17 +19,9 @@ import sympy
 import torch
 from torch.fx import Node
 
+from collage_fx.graph import operator_facts
 from collage_fx.graph.nodes import is_number, operands_of, operator_of, reached, readers_of, tensor_value
-from collage_fx.graph.operator_facts import (
-    factorizes,
-    facts_of,
-    is_matrix_product,
-    is_movement,
-    is_pointwise,
-    keeps_grid,
-    number_filling,
-    passed_operand,
-)
+from collage_fx.graph.operator_facts import facts_of, is_matrix_product, is_movement, passed_operand
 from collage_fx.graph.program import Kind, Role, StateTensor
 
 aten = torch.ops.aten
@@ -46,7 +38,9 @@ def is_unbounded(state: StateTensor, exact: Collection[Node], moved: Collection[
     """
     if state.info.role is Role.NEW:
         addends = addends_of(state)
-        return any(is_matrix_product(node.target) or factorizes(operator_of(node)) for node in addends)
+        return any(
+            is_matrix_product(node.target) or operator_facts.factorizes(operator_of(node)) for node in addends
+        )
     if state.info.role is not Role.STATE:
         return False
     if state.recurrence.kind is Kind.OVERWRITE:
@@ -90,7 +84,9 @@ def _mixes(node: Node, dependent: Collection[Node], sources: Collection[Node]) -
     if is_matrix_product(node.target):
         factors = [arg for arg in node.args if arg in dependent]
         return len(factors) > 1 or any(_origin(factor) in sources for factor in factors)
-    keeps_elements = is_pointwise(node.target) or is_movement(node) or passed_operand(node) is not None
+    keeps_elements = (
+        operator_facts.is_pointwise(node.target) or is_movement(node) or passed_operand(node) is not None
+    )
     return not keeps_elements and torch.Tag.reduction not in getattr(node.target, "tags", ())
 
 
@@ -103,12 +99,12 @@ def _origin(node: object) -> object:
 
 def _needs_no_rounding(node: Node, exact: Collection[Node]) -> bool:
     """Return whether a value consists of numbers of the storage format, like a copy of a gradient."""
-    if node in exact or isinstance(number_filling(node), (int, float)):
+    if node in exact or isinstance(operator_facts.number_filling(node), (int, float)):
         return True
     is_choice = node.target is aten.where.self
     chooses = is_choice or facts_of(node.target).function in (sympy.Max, sympy.Min)
     values = operands_of(node)[1:] if is_choice else operands_of(node)
-    is_kept = chooses or passed_operand(node) is not None or keeps_grid(node)
+    is_kept = chooses or passed_operand(node) is not None or operator_facts.keeps_grid(node)
     return is_kept and bool(values) and all(_needs_no_rounding(value, exact) for value in values)
 
 

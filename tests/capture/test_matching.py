@@ -337,6 +337,24 @@ def test_numbers_that_change_in_operators_that_may_take_constants_alone(scaled: 
     both_ways(update)
 
 
+@pytest.mark.parametrize("kind", ["alpha", "cosine_similarity"])
+def test_values_and_numbers_within_a_call_leave_each_segment_matched(kind: str) -> None:
+    """Torch asks for the value of a tensor given as ``alpha``, and makes numbers of its own, as in AdamP."""
+
+    def update(p: Tensor, g: Tensor, state: dict[str, Any], step: int, lr: float) -> None:
+        if kind == "alpha":
+            p.add_(g, alpha=-lr * g.norm())
+        elif not torch.cosine_similarity(g.reshape(1, -1), p.reshape(1, -1)) > 2:
+            p.add_(g, alpha=-lr)
+
+    optimizer = recorded(update)
+    train(optimizer, range(4))
+    with steps_matched() as count:
+        train(optimizer, [4])
+    assert count[0] == len(SHAPES) + 1
+    both_ways(update)
+
+
 # Changes that have to be seen. -----------------------------------------------------------------------------
 
 
