@@ -36,8 +36,9 @@ BUDGETS = (8, 5.1)
 #: The smallest matrix whose state can be packed, and a vector, whose state cannot.
 SHAPES = ((128, 32), (32,))
 
-#: Shapes beside those: tall, wide, square, an odd vector, a convolution's weight and a scalar.
-OTHER_SHAPES = ((37, 5), (5, 37), (16, 16), (7,), (4, 3, 3, 3), ())
+#: Shapes beside those: tall, wide, square, an odd vector, a convolution's weight and a scalar. Of each there
+#: are several tensors, as code that is compiled for a tensor runs on others.
+OTHER_SHAPES = 3 * ((37, 5), (5, 37), (16, 16), (7,), (4, 3, 3, 3), ())
 
 #: What is measured of a row beside the errors on its usual shapes.
 ON_OTHER_SHAPES, RESUMED = "other shapes", "resumed"

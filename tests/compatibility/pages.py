@@ -78,8 +78,8 @@ N(0, 1). The learning rate moves weights by 1e-5 to 1e-4 a step, which plain bfl
 - *bytes* in brackets: parameters, state and error terms, for each parameter.
 - *8 B*, *5.1 B*: the same with `bytes_per_parameter=8` and `5.1`, with the default options. "≥ 6 B": no
   smaller budget is accepted. {not_tried} means not measured.
-- *other shapes*: the largest error of one parameter, on {others} (those that the class takes in plain
-  PyTorch).
+- *other shapes*: the largest error of one parameter, on three each of {others} (those that the class takes in
+  plain PyTorch).
 - A run that is saved after {saved} steps, written to a file and loaded into new parameters and a new
   optimizer goes on with the same bits, unless a note says otherwise.
 - Numbers such as [1] are notes of [the short answer](compatibility.md).
@@ -263,7 +263,7 @@ def details(lines: Iterable[Line], about: Mapping[str, str]) -> str:
         matrix="×".join(map(str, SHAPES[0])),
         vector=SHAPES[1][0],
         not_tried=NOT_TRIED,
-        others=", ".join("×".join(map(str, shape)) or "a scalar" for shape in OTHER_SHAPES),
+        others=", ".join("×".join(map(str, shape)) or "a scalar" for shape in dict.fromkeys(OTHER_SHAPES)),
         saved=BEFORE_SAVED,
         table=_table(headers, rows),
         **about,
