@@ -51,7 +51,7 @@ from collage_fx.capture.segment import (
     real,
 )
 from collage_fx.graph import is_matrix_product
-from collage_fx.state import records_version, stored_as
+from collage_fx.state import records_version
 from collage_fx.torch_compat import fused_operator, has_storage, is_wrapper, run_unfused, storage_of
 
 #: Types of arguments that are compared by their values.
@@ -369,7 +369,7 @@ class Matcher(TorchFunctionMode):
             if found is recorded:
                 if storage != each.storage:
                     return False
-                if is_current or stored_as(found) == each.kind[1][-1]:
+                if is_current or self._kind(found, is_written) == each.kind:
                     continue
             elif each.value in pattern.bound:
                 return False
