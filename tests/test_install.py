@@ -131,7 +131,7 @@ def test_float32_parameters_are_said_to_have_no_error_terms(
 def test_an_epsilon_of_16_bits_is_told(
     caplog: pytest.LogCaptureFixture, dtype: torch.dtype, eps: tuple[float | None, float]
 ) -> None:
-    """Of torch's Adafactor: gradients below it are not normalized, where float32 weights' are."""
+    """Adafactor of torch normalizes no gradient below it, as it does with float32 weights."""
     install(torch.optim.Adafactor(parameters(dtype), eps=eps))
     told = [each.getMessage() for each in caplog.records if "eps[0]" in each.getMessage()]
     expected = (

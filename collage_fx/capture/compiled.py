@@ -122,13 +122,14 @@ class Compiled:
 
     def __call__(self, function: RecordedFunction) -> None:
         """Call the code on a function's tensors, numbers and sizes."""
+        tensors = function.tensors()
         for i in self.drops:
-            choose_new(function.tensors()[i], keep=False)
+            choose_new(tensors[i], keep=False)
         numbers: Sequence[Tensor] = ()
         if self.inputs:
             known = function.numbers
             numbers = torch.tensor([known[i] for i in self.inputs], dtype=torch.float64).unbind()
-        self.code(*function.tensors(), *numbers, *(function.sizes if self.takes_sizes else ()))
+        self.code(*tensors, *numbers, *(function.sizes if self.takes_sizes else ()))
 
 
 class Part(NamedTuple):
@@ -149,7 +150,7 @@ def compiled_for(
     numbers, shared = function.numbers, function.shared
     burned_in: frozenset[int] = frozenset()
     owner = CompiledCode()
-    new = [i for i, tensor in enumerate(function.tensors()) if stored_as(tensor)[1]]
+    new = [i for i, tensor in enumerate(function.tensors()) if stored_as(tensor).is_new]
     while True:
         candidates = {shared.get(i, i) for i in changed} - burned_in
         inputs = tuple(i for i in sorted(candidates) if math.isfinite(numbers[i]))

@@ -51,7 +51,7 @@ from collage_fx.capture.segment import (
     real,
 )
 from collage_fx.graph import is_matrix_product
-from collage_fx.state import records_version
+from collage_fx.state import StoredAs, records_version
 from collage_fx.torch_compat import fused_operator, has_storage, is_wrapper, run_unfused, storage_of
 
 #: Types of arguments that are compared by their values.
@@ -63,7 +63,7 @@ CONSTANTS = frozenset(
 )  # fmt: skip
 
 #: Kind of a gradient without error terms.
-_PLAIN_GRADIENT = Tensor, ("gradient", (False, False, False), (False, False, None))
+_PLAIN_GRADIENT = Tensor, ("gradient", (False, False, False), StoredAs())
 
 #: Number of patterns for a segment of a step.
 MOST_PATTERNS = 16

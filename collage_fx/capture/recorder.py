@@ -189,9 +189,8 @@ class Recorder(torch_compat.TorchDispatchMode):
                 return self._record(signature, args, kwargs)
             if not is_index_of_integers(func, args):
                 return self._execute_now(signature, args, kwargs)
-        is_part = len(self.segment.operations) > self.called_at  # of a function such as cosine_similarity
-        if is_part and func is aten.scalar_tensor.default:
-            return self._record(signature, args, kwargs)
+        if func is aten.scalar_tensor.default and len(self.segment.operations) > self.called_at:
+            return self._record(signature, args, kwargs)  # within a function such as cosine_similarity
         if self._has_its_values(signature, args, kwargs):
             return self._call(signature, args, kwargs)
         if signature.element_rule is not None:

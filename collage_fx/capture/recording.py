@@ -495,8 +495,8 @@ class _Recording:
             if any(each is tensor for entries in held for _, each in state.state_tensors(entries)):
                 self._recorder.note(BornInStep, tensor)
                 self._born.append(tensor)
-        # A parameter that is updated gets error terms if it has none; of new ones, this code decides.
-        stored_as = (True, False, None) if is_parameter and is_written else state.stored_as(tensor)
+        gets_terms = is_parameter and is_written  # if it has none
+        stored = state.StoredAs(has_error_terms=True) if gets_terms else state.stored_as(tensor)
         spans = role is None and self._calls_closure and (is_written or is_made)
         if spans:
             self._recorder.note(SpanningClosure, tensor)
@@ -505,7 +505,7 @@ class _Recording:
         kind_of_new = spans, is_made, records.has(tensor, BornInStep)
         if role is None and (reference := self._gradients.get(storage_of(tensor))) is not None:
             role = None if reference() is None else "gradient"  # a step may free gradients that it has read
-        return role, kind_of_new, stored_as
+        return role, kind_of_new, stored
 
     def _is_gradient(self, tensor: Tensor) -> bool:
         reference = self._gradients.get(id(tensor))

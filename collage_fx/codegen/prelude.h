@@ -1,4 +1,4 @@
-// What every printed kernel and the library of functions begin with: conversions between dtypes, and questions about magnitudes.
+// Start of printed kernels and of the library: conversions between dtypes, and questions about magnitudes.
 //
 // Conversions to a low-precision float are exact: their argument is a number of that dtype, or NaN, which it is
 // not where Finite is true.

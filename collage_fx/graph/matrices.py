@@ -84,9 +84,8 @@ def _mixes(node: Node, dependent: Collection[Node], sources: Collection[Node]) -
     if is_matrix_product(node.target):
         factors = [arg for arg in node.args if arg in dependent]
         return len(factors) > 1 or any(_origin(factor) in sources for factor in factors)
-    keeps_elements = (
-        operator_facts.is_pointwise(node.target) or is_movement(node) or passed_operand(node) is not None
-    )
+    is_moved = is_movement(node) or passed_operand(node) is not None
+    keeps_elements = is_moved or operator_facts.is_pointwise(node.target)
     return not keeps_elements and torch.Tag.reduction not in getattr(node.target, "tags", ())
 
 

@@ -11,6 +11,7 @@ from collage_fx.state.checkpoint import (
 )
 from collage_fx.state.error_terms import (
     ErrorTermRecord,
+    StoredAs,
     change_layout,
     choose_new,
     ensure_record,

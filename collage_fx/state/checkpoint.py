@@ -115,7 +115,7 @@ from collage_fx.state.fingerprints import BYTES, ROWS, chunk_on, differences, fi
 from collage_fx.state.optimizers import KnownTensor
 from collage_fx.state.packed import decoded, is_packed
 from collage_fx.state.replaced_state import format_before, note_held
-from collage_fx.torch_compat import has_storage, local_tensor, pytree, real_tensors, records, storage_of
+from collage_fx.torch_compat import has_storage, local_tensor, pytree, records, sharding_of, storage_of
 
 PREFIX = "collage_fx."
 #: Entry of a state dict for tensors that belong to no single parameter; in a pickle, for all records.
@@ -232,7 +232,7 @@ def note_compiled(optimizer: Optimizer) -> None:
         if record is None or not record.format.holds_more or record.is_whole or is_packed(tensor):
             continue  # it needs no error terms, or its whole value has been loaded since
         if wider is not None:
-            with real_tensors():
+            with torch_compat.real_tensors():
                 rest = _as_loaded(tensor, wider) - local_tensor(tensor.detach())
                 error_terms.fill(record, tensor, rest.float())
         elif record.format.keeps_error:
@@ -304,9 +304,8 @@ def _after_save(optimizer: Optimizer, saved: StateDict) -> StateDict:
         entry = optimizer.state.get(parameter)
         unpacked = (each for each in _state_slots(entry) if not is_packed(each[1]))
         kept = wide_state.kept_entries(parameter, unpacked)
-        auxiliaries = _keyed_auxiliaries(
-            _slots(parameter, entry), are_flat=torch_compat.is_flattened(parameter)
-        )
+        are_flat = torch_compat.is_flattened(parameter)
+        auxiliaries = _keyed_auxiliaries(_slots(parameter, entry), are_flat=are_flat)
         ours = {PREFIX + name: tensor for name, tensor in itertools.chain(auxiliaries, kept)}
         waiting = ((name, each) for name, each in _as_dictionary(entry).items() if id(each) in wider)
         loaded = ((name, each, _as_loaded(each, wider[id(each)].wider)) for name, each in waiting)
@@ -819,10 +818,7 @@ def _refuse_damaged(optimizer: Optimizer, plain: StateDict, saved: Saved) -> Non
         if record is None or not is_of_file or all(name != FINGERPRINT for _, name in auxiliaries):
             continue
         actual = torch.stack([_fingerprint_of(tensor, record, earlier=each) for each in (False, True)])
-        pieces, far = (
-            torch_compat.sharding_of(tensor),
-            _number_in(auxiliaries, tensor).to(actual.device) - actual,
-        )
+        pieces, far = sharding_of(tensor), _number_in(auxiliaries, tensor).to(actual.device) - actual
         if all((far if pieces is None else pieces.sum(far)).tolist()):
             raise CheckpointMismatchError(
                 f"packed state in the format {record.format.name!r} with other bytes than were saved: the "
@@ -1076,7 +1072,7 @@ def _loaded_buffers(
     specs: Sequence[AuxiliarySpec], auxiliaries: Auxiliaries, tensor: Tensor
 ) -> tuple[Tensor, ...]:
     """Return this process's buffers of the saved auxiliaries of a tensor."""
-    name, pieces = _format_name(auxiliaries), torch_compat.sharding_of(tensor)
+    name, pieces = _format_name(auxiliaries), sharding_of(tensor)
     saved = (local_tensor(auxiliaries[name, spec.name], pieces if spec.shape else None) for spec in specs)
     return tuple(spec.loaded(each) for spec, each in zip(specs, saved, strict=True))
 
@@ -1113,11 +1109,7 @@ def _fitting_terms(value: Tensor, auxiliaries: Auxiliaries, dtype: torch.dtype) 
     """Return this process's buffers of auxiliaries that were saved beside a value in ``dtype``; else None."""
     if (error_format := format_named(_format_name(auxiliaries))) is None:
         return None
-    number, pieces, here = (
-        _number_in(auxiliaries, value),
-        torch_compat.sharding_of(value),
-        local_tensor(value.detach()),
-    )
+    number, pieces, here = _number_in(auxiliaries, value), sharding_of(value), local_tensor(value.detach())
     hi = here.to(dtype)
     specs = error_format.auxiliaries(torch.empty(value.shape, dtype=dtype, device="meta"))
     saved = [auxiliaries.get((error_format.name, spec.name)) for spec in specs]
@@ -1182,9 +1174,9 @@ def _still_wider(optimizer: Optimizer) -> Iterator[PickledWider]:
 
 def _as_loaded(tensor: Tensor, wider: Tensor) -> Tensor:
     """Return the local shard of a wider value; elements that eager steps have changed are the tensor's."""
-    with real_tensors(), torch.no_grad():
+    with torch_compat.real_tensors(), torch.no_grad():
         hi = local_tensor(tensor.detach())
-        whole = local_tensor(wider, torch_compat.sharding_of(tensor)).to(hi.device)
+        whole = local_tensor(wider, sharding_of(tensor)).to(hi.device)
         return torch.where(whole.to(hi.dtype) == hi, whole, hi.to(whole.dtype))
 
 

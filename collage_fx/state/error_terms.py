@@ -32,7 +32,7 @@ import math
 import threading
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -354,12 +354,21 @@ def choose_new(tensor: Tensor, *, keep: bool) -> None:
             reset_error_terms(tensor)
 
 
-def stored_as(tensor: Tensor) -> tuple[bool, bool, ErrorFormat | None]:
-    """Return the facts that code depends on: whether error terms are kept, and are new; the packed format."""
+class StoredAs(NamedTuple):
+    """Facts about the record of a tensor that code depends on."""
+
+    has_error_terms: bool = False
+    is_new: bool = False  # which no step that updates the tensor has chosen to keep
+    packed: ErrorFormat | None = None
+
+
+def stored_as(tensor: Tensor) -> StoredAs:
+    """Return the facts about the record of a tensor that code depends on."""
     found = record_of(tensor)
     if found is None:
-        return has_error_terms(tensor), False, None
-    return found.format.keeps_error, found.is_new, None if found.format.keeps_hi else found.format
+        return StoredAs(has_error_terms(tensor))
+    fmt = found.format
+    return StoredAs(fmt.keeps_error, found.is_new, None if fmt.keeps_hi else fmt)
 
 
 def _in_memory_of(tensor: Tensor) -> ErrorTermRecord | None:
@@ -441,9 +450,8 @@ def ensure_record(
                     spec.fitted(each, piece.device) for spec, each in zip(specs, buffers, strict=True)
                 )
             # Filled on the device: a number that is uploaded is waited for.
-            start = torch.full(
-                (), torch_compat.start_of_shard(tensor), dtype=torch.int64, device=piece.device
-            )
+            first = torch_compat.start_of_shard(tensor)
+            start = torch.full((), first, dtype=torch.int64, device=piece.device)
             start = start.to(torch.int32)  # modulo 2**32
         owner = TensorWeakRef(tensor)
         made = ErrorTermRecord(error_format, tensor.dtype, mine, start, owner, is_passing=is_passing)

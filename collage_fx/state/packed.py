@@ -334,12 +334,8 @@ def _decoding_again(weights: Mapping[int, PackedTensor]) -> contextlib.AbstractC
         if weight is None:
             return saved
         layout = piece.size(), piece.stride(), piece.storage_offset()
-        return (
-            weight,
-            version_of(weight),
-            layout,
-            (torch_compat.sharding_of(saved), saved.size(), saved.stride()),
-        )
+        whole = torch_compat.sharding_of(saved), saved.size(), saved.stride()
+        return weight, version_of(weight), layout, whole
 
     def decode_again(saved: Any) -> Tensor:
         if isinstance(saved, Tensor):

@@ -111,7 +111,7 @@ def test_each_graph_keeps_the_error_terms_that_another_needs(
 
 @pytest.mark.parametrize("records", [False, True])
 def test_error_terms_that_a_step_does_not_keep_are_dropped_for_all_its_tensors(records: bool) -> None:
-    """Those of tensors that were met after the code had been compiled stayed, of the first step's values."""
+    """Tensors that were met after its compilation kept the error terms of the first step's values."""
     params = parameters(shapes=[(4, 3)] * 3)
     optimizer = Turns(params, [FINE[0]], records=records, apart=False)
     optimizer.start = lambda p: 0.3 * cast(Tensor, p.grad)
