@@ -131,8 +131,8 @@ def test_float32_parameters_are_said_to_have_no_error_terms(
 def test_an_epsilon_of_16_bits_is_told(
     caplog: pytest.LogCaptureFixture, dtype: torch.dtype, eps: tuple[float | None, float]
 ) -> None:
-    """Adafactor of torch normalizes no gradient below it, as it does with float32 weights."""
-    install(torch.optim.Adafactor(parameters(dtype), eps=eps))
+    """Adafactor of torch normalizes no gradient below it, as it does with float32 weights. Groups count."""
+    install(torch.optim.Adafactor([{"params": parameters(dtype), "eps": eps}], eps=(1e-30, 1e-3)))
     told = [each.getMessage() for each in caplog.records if "eps[0]" in each.getMessage()]
     expected = (
         "Adafactor: eps[0]=None is 0.0078, the machine epsilon of bfloat16: smaller gradients are not "

@@ -400,10 +400,10 @@ class Matcher(TorchFunctionMode):
         assert pattern is not None
         segment = pattern.segment
         try:
-            if not self._fits(pattern):
-                return False
-            self._pattern = None
             with recorder.paused(), torch.no_grad():
+                if not self._fits(pattern):
+                    return False
+                self._pattern = None
                 recorder.settle()
                 for number in dict.fromkeys(map(segment.base, pattern.kept)):
                     if not segment.is_input(number):

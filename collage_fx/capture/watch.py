@@ -614,16 +614,16 @@ def _warn_of_parameters(optimizer: Optimizer, backend: Any) -> None:
             type(optimizer).__name__,
             " and ".join(sorted(str(dtype).removeprefix("torch.") for dtype in dtypes)),
         )
-    if not isinstance(optimizer, torch.optim.Adafactor):
-        return
-    for dtype in filter(is_low_precision, dtypes):
-        if (eps := optimizer.defaults["eps"])[0] is None:
+    is_adafactor = isinstance(optimizer, torch.optim.Adafactor)
+    groups = [each for each in optimizer.param_groups if is_adafactor and each["eps"][0] is None]
+    for dtype, other in {(p.dtype, group["eps"][1]) for group in groups for p in group["params"]}:
+        if is_low_precision(dtype):
             told = (
                 "Adafactor: eps[0]=None is %.2g, the machine epsilon of %s: smaller gradients are not "
                 "normalized. To train as with float32 weights, give eps=(%.3g, %g)"
             )
             epsilons = torch.finfo(dtype).eps, torch.finfo(torch.float32).eps
-            log.warning(told, epsilons[0], str(dtype).removeprefix("torch."), epsilons[1], eps[1])
+            log.warning(told, epsilons[0], str(dtype).removeprefix("torch."), epsilons[1], other)
 
 
 def _optimizers_of(function: Any) -> list[Optimizer]:

@@ -538,6 +538,21 @@ def test_of_new_gradients_a_matched_step_asks_little() -> None:
     assert not asked
 
 
+def test_gradients_in_one_buffer_leave_each_segment_matched() -> None:
+    """A step that reads their ``data``, which has no base, looks for the tensor of the whole buffer."""
+
+    def update(p: Tensor, g: Tensor, state: dict[str, Any], step: int, lr: float) -> None:
+        state["seen"] = g.data.norm().item()
+        p.add_(g.data, alpha=-lr)
+
+    optimizer = recorded(update)
+    between = partial(gradients_in_one_buffer, optimizer)
+    train(optimizer, range(6, 12), between=between)
+    with steps_matched() as count:
+        train(optimizer, [12], between=between)
+    assert count[0] == len(SHAPES) + 1
+
+
 def test_steps_that_branch_in_many_ways_keep_few_patterns() -> None:
     def update(p: Tensor, g: Tensor, state: dict[str, Any], step: int, lr: float) -> None:
         for _ in range(1 + int(g.flatten()[0].item() > 0) + int(g.flatten()[-1].item() > 0)):
