@@ -192,7 +192,9 @@ class _Whole:
                 yield functools.reduce(lambda one, other: editor.call(aten.add.Tensor, one, other), wide)
 
     def sampled(self, wanted: Sequence[tuple[Node, graph.StateTensor]]) -> SampledGraph:
-        samples = [(node, _Sample(state.value.shape, state.value.device)) for node, state in wanted]
+        # The places of a sample depend on its size: symbols become numbers.
+        values = [(node, state.value) for node, state in wanted]
+        samples = [(node, _Sample(torch.Size(map(int, each.shape)), each.device)) for node, each in values]
         return _Sampling(self._gm, self._sources, samples).graph()
 
 

@@ -688,6 +688,21 @@ def test_recorded_steps_count_once() -> None:
     assert all(quality.lost_share < 0.2 < quality.lost_share_hi for quality in metrics[2].values())
 
 
+def test_recorded_steps_of_other_sizes_are_measured() -> None:
+    """Code of recorded steps takes any size once sizes change; the places of a sample depend on it."""
+    sizes = ((4, 6), (3, 5), (70, 20), (2, 2))
+    params = parameters(shapes=sizes)
+    optimizer, backend = Branching(params[:1]), CollageBackend(metrics=True)
+    step = torch.compile(optimizer.step, backend=backend)
+    for i, added in enumerate(params[1:], 1):
+        run_steps(step, params[:i], [i])
+        optimizer.add_param_group({"params": [added]})
+    run_steps(step, params, range(2))
+    last = backend.metrics()[5]
+    assert [quality.elements for quality in last.values()] == [math.prod(size) for size in sizes]
+    assert all(quality.lost_share < 0.2 < quality.lost_share_hi for quality in last.values())
+
+
 @pytest.mark.parametrize("every", [0, -1, 1.5, True])
 def test_every_is_a_whole_number(every: Any) -> None:
     with pytest.raises(InvalidOptionError, match="metrics_every"):
