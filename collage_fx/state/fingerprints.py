@@ -91,7 +91,7 @@ def chunk_on(device: torch.device) -> int:
 
 def bits_of(tensor: Tensor) -> Tensor:
     """Return a view of a tensor as integers of the same size."""
-    integers = {1: torch.int8, 2: torch.int16, 4: torch.int32}
+    integers = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
     return tensor.view(integers[tensor.dtype.itemsize])
 
 

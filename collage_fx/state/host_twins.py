@@ -1,7 +1,7 @@
 """Twins in host memory of parameters on a device, whose optimizer works with the twins.
 
-A twin has the error terms. Where the program has written to the parameter since both were equal, the twin is
-made equal before anybody reads it, or steps it: the change is then found as any write between two steps is.
+A twin has the error terms. Where the program has written other bits to the parameter since both were equal,
+the twin is made equal before anybody reads it, or steps it: the change is found as other writes are.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.utils.weak import TensorWeakRef
 
 from collage_fx.errors import InvalidOptionError
+from collage_fx.state.fingerprints import bits_of
 from collage_fx.torch_compat import records, version_of
 
 
@@ -55,8 +56,9 @@ def host_twin(tensor: Tensor) -> Tensor:
         return tensor
     with _LOCK:
         if (now := _state_of(tensor)) != found.equal_at:
-            with torch.no_grad():
-                found.tensor.copy_(tensor)
+            value, twin = tensor.detach().to(found.tensor), found.tensor.detach()
+            if not torch.equal(bits_of(value), bits_of(twin)):
+                twin.copy_(value)
             found.equal_at = now
     return found.tensor
 

@@ -307,6 +307,6 @@ def _give_parameters(optimizer: Optimizer, replaced: dict[int, Any]) -> None:
     """Replace an optimizer's parameters, and move its state and their error terms to where they are."""
     saved = optimizer.state_dict()
     for group in optimizer.param_groups:
-        group["params"] = [replaced[id(p)] for p in group["params"]]
+        group["params"] = [replaced.get(id(p), p) for p in group["params"]]
     optimizer.state.clear()
     optimizer.load_state_dict(saved)
