@@ -72,7 +72,6 @@ BURNED_IN_AGAIN = 4
 #: Name of a function -> its numbers, None where a number has changed. Checkpoints hold them.
 Numbers = dict[str, list[float | None]]
 
-
 #: Whether operations that this thread calls are being recorded.
 _is_recording: ContextVar[bool] = ContextVar("_is_recording", default=False)
 
@@ -267,8 +266,13 @@ class Recorder(torch_compat.TorchDispatchMode):
             UnsupportedTensorError: the tensor's error terms cannot follow.
         """
         with torch_compat.without_modes():
+            made = [each.tensor for each in self.segment.values if type(each.tensor) is Deferred]
+            deferred = {storage_of(each): each for each in made}
             self.flush()
             tensor, *others = map_aggregate(args, real)
+            for i, each in enumerate(others):  # torch reads the storage of an argument before it calls us
+                if isinstance(each, torch.UntypedStorage) and storage_of(each) in deferred:
+                    others[i] = real(deferred[storage_of(each)]).untyped_storage()
             storage, known = _storage_of(tensor), self._known()
             if id(tensor) not in known:  # but perhaps an alias of a tensor that is
                 for each in known.values():

@@ -36,7 +36,6 @@ PLAIN = (
 #: Kinds of syntax around the call of a closure that do nothing before the call.
 AROUND = (ast.Expr, ast.Assign, ast.AnnAssign, ast.NamedExpr, ast.Return, ast.keyword)
 
-
 #: Methods with such a name that change no value.
 _NO_UPDATES = frozenset(("requires_grad_", "retain_grad_", "share_memory_", "detach_"))
 

@@ -45,7 +45,6 @@ PRELUDE, PRELUDE_F16 = (
     Path(__file__).with_name(name).read_text(encoding="utf-8") for name in ("prelude.h", "prelude_f16.h")
 )
 
-
 #: Vectors of 512 bits where there are: g++ by itself uses half of them on Intel's processors.
 WIDE = """#if defined(__AVX512F__) && !defined(__clang__)
 #pragma GCC target("prefer-vector-width=512")

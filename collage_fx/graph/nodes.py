@@ -25,7 +25,6 @@ prims = torch.ops.prims
 #: Key in ``node.meta``: the name of the pass that made the node.
 PASS_MARK = "collage_fx.pass"
 
-
 _Item = TypeVar("_Item")
 
 

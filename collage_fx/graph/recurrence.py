@@ -35,7 +35,6 @@ TOLERATED_STALL = Fraction(1, 16)
 #: matrix polynomial reads each value several times: five iterations of Muon have 100,000 operations.
 LONGEST_EXPRESSION = 400
 
-
 #: Slopes of a value in the old value: empty if it does not depend on it, None if not piecewise linearly.
 Slopes = frozenset[sympy.Expr] | None
 

@@ -155,7 +155,6 @@ class UpdateQuality:
 #: Names of the derived values that are written to files and given to loggers.
 DERIVED = tuple(name for name, value in vars(UpdateQuality).items() if isinstance(value, property))
 
-
 #: Type of the keys that group tensors.
 Key = TypeVar("Key")
 

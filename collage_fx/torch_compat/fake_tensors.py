@@ -30,7 +30,6 @@ RELIED_ON = (
     "torch._subclasses.fake_tensor:FakeTensor.__new__ has item_memo",
 )
 
-
 #: Context manager: operations on real tensors although a fake tensor mode is active, as in a backend.
 real_tensors: Callable[[], contextlib.AbstractContextManager[Any]] = unset_fake_temporarily
 

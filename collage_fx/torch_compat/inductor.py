@@ -41,7 +41,6 @@ RELIED_ON = (
     "functorch.compile:config has enable_autograd_cache",
 )
 
-
 #: Prefix of attributes of a graph module that are part of Inductor's cache key.
 FACT = "collage_fx_"
 

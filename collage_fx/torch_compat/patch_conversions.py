@@ -74,7 +74,6 @@ COMPILED_CALLS = Patch(
     affects="everybody",
 )
 
-
 #: Lock that Dynamo holds while it compiles.
 compile_lock = convert_frame.compile_lock
 

@@ -92,7 +92,6 @@ LISTS = Patch(
     ),
 )
 
-
 #: End of Dynamo's name of a learning rate.
 LEARNING_RATE = "['lr']"
 

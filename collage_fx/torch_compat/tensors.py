@@ -40,10 +40,10 @@ def schema_of(operator: Any) -> Any:
     return operator._schema
 
 
-def storage_of(tensor: torch.Tensor) -> int:
-    """Return a number that identifies a tensor's memory during its lifetime."""
+def storage_of(of: torch.Tensor | torch.UntypedStorage) -> int:
+    """Return a number that identifies memory, such as a tensor's, during its lifetime."""
     with without_torch_function():
-        return int(tensor.untyped_storage()._cdata)
+        return int((of.untyped_storage() if isinstance(of, torch.Tensor) else of)._cdata)
 
 
 def guard_by_identity(tensor: torch.Tensor) -> None:
@@ -320,7 +320,6 @@ without_torch_function: Any = torch._C.DisableTorchFunctionSubclass
 
 #: ``__torch_function__`` for a tensor subclass without overrides, such as a parameter.
 disabled_torch_function: Any = torch.nn.Parameter.__torch_function__
-
 
 #: Function that makes a tensor without memory: ``(class, size, strides=..., dtype=..., device=...)``.
 wrapper_subclass: Any = torch.Tensor._make_wrapper_subclass

@@ -15,13 +15,13 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
-from unittest import mock
 
 import torch
 from tabulate import tabulate
 from torch import Tensor
 from torch.nn import Parameter
 from torch.optim import Optimizer
+from torch.overrides import TorchFunctionMode
 
 from collage_fx import CollageBackend, full_value, install
 from tests.compatibility.results import ROOT
@@ -132,10 +132,21 @@ class Cell:
         return isinstance(self.error, float) and self.error <= max(LARGEST, AS_FLOAT32 * self.single)
 
 
+class _InDouble(TorchFunctionMode):
+    """Mode in which what is converted to bfloat16, as Muon's products are, is converted to float64."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is Tensor.bfloat16:
+            func = Tensor.double
+        if func is Tensor.to and kwargs and kwargs.get("dtype") is torch.bfloat16:  # since torch 2.15
+            kwargs = {**kwargs, "dtype": torch.float64}
+        return func(*args, **(kwargs or {}))
+
+
 def measure(case: Case, triple: Triple) -> Cell:
     """Measure one case with one triple."""
     start = [weights.to(DTYPES[triple.parameter]) for weights in _draws(case, 0)]
-    with mock.patch.object(torch.Tensor, "bfloat16", torch.Tensor.double):  # Muon's products
+    with _InDouble():
         exact = _moved(case, triple, start, torch.float64)
 
     def error(moved: Tensor) -> float:

@@ -121,11 +121,19 @@ def _shapes_taken(trial: Trial) -> tuple[list[tuple[int, ...]], str]:
     return [shape for shape in shapes if shape not in refused], note
 
 
-def _moved(trial: Trial, dtype: torch.dtype) -> Tensor:
-    """Return how far the steps of a trial move the parameters in eager torch."""
+def _moved(trial: Trial, dtype: torch.dtype, *, is_seeded_again: bool = False) -> Tensor:
+    """Return how far the steps of a trial move the parameters in eager torch.
+
+    ``is_seeded_again``: with the random numbers of a run that :func:`_resumed` goes on with.
+    """
     parameters = weights_of(trial, dtype)
     with warnings.catch_warnings(action="ignore"):
-        take_steps(trial, (trial.make_eager or trial.make)(parameters), parameters)
+        optimizer, first = (trial.make_eager or trial.make)(parameters), 0
+        if is_seeded_again:
+            first = BEFORE_SAVED
+            take_steps(replace(trial, steps=first), optimizer, parameters)
+            torch.manual_seed(1)
+        take_steps(trial, optimizer, parameters, first=first)
     return values_of(parameters) - values_of(weights_of(trial, dtype))
 
 
@@ -139,10 +147,10 @@ def measure_quickly(variant: Variant) -> Measurement:
     trial = replace(trial, shapes=taken)
     measured, values = measure_resumed(trial)
     if values is not None:
-        exact, moved = _moved(trial, torch.float64), values - values_of(weights_of(trial, trial.dtype))
-        measured.plain = relative_error(trial, _moved(trial, trial.dtype), exact)
-        measured.single = relative_error(trial, _moved(trial, torch.float32), exact)
-        measured.error = relative_error(trial, moved, exact)
+        dtypes = torch.float64, trial.dtype, torch.float32
+        exact, plain, single = (_moved(trial, dtype, is_seeded_again=True) for dtype in dtypes)
+        measured.plain, measured.single = (relative_error(trial, each, exact) for each in (plain, single))
+        measured.error = relative_error(trial, values - values_of(weights_of(trial, trial.dtype)), exact)
     return measured
 
 
