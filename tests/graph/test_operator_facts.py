@@ -221,10 +221,8 @@ def test_every_row_is_run(calls: dict[Any, list[Call]]) -> None:
     That ``phases`` reads a parameter's layout, and no conversion's, shows in tests/test_dither.py.
     """
     run = {str(name) for each in calls for name in (each, each.overloadpacket)}
-    assert {name for name in OPERATORS if "._foreach_" not in name} - run <= {
-        "aten.alias",
-        "collage_fx.phases",
-    }
+    others = {"aten.alias", "collage_fx.phases"} | OF_NUMBERS
+    assert {name for name in OPERATORS if "._foreach_" not in name} - run <= others
 
 
 def _drawing(*values: float) -> Callable[[Tensor], Tensor]:
