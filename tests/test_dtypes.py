@@ -18,6 +18,7 @@ from torch.optim import SGD, Adam, AdamW, Muon, Optimizer, RMSprop
 
 from collage_fx import CollageBackend, error_terms, full_value, install
 from collage_fx.errors import ChangedTensorError
+from collage_fx.torch_compat.version import version
 from tests.compatibility.dtypes import (
     CASES,
     LARGEST,
@@ -143,7 +144,9 @@ def drawn(seed: int) -> tuple[Case, Triple]:
 def test_an_optimizer_with_a_triple_of_dtypes_is_right(seed: int) -> None:
     case, triple = drawn(seed)
     cell = measure(case, triple)
-    assert cell.is_right, (str(case), str(triple), cell)
+    # Newer torch traces no lists of two dtypes that its eager step does not take either.
+    is_taken = version() <= (2, 13) or not isinstance(cell.eager, str) or cell.error != cell.eager
+    assert cell.is_right or not is_taken, (str(case), str(triple), cell)
 
 
 @pytest.mark.parametrize(
