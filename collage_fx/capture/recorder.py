@@ -203,9 +203,8 @@ class Recorder(torch_compat.TorchDispatchMode):
         tensors = [*found_in(Tensor, [*args, *kwargs.values()])]
         if any(type(tensor) is Deferred for tensor in tensors):
             return False
-        if signature.reads_no_values or any(tensor.layout is not torch.strided for tensor in tensors):
-            return True
-        return all(tensor.dim() == 0 and not is_low_precision(tensor.dtype) for tensor in tensors)
+        has_no_rule = signature.reads_no_values or any(each.layout is not torch.strided for each in tensors)
+        return has_no_rule or all(each.dim() == 0 and not is_low_precision(each.dtype) for each in tensors)
 
     def _call(self, signature: Signature, args: Any, kwargs: dict[str, Any]) -> Any:
         """Execute an operation on real tensors, after the recorded operations that it depends on."""
@@ -274,10 +273,9 @@ class Recorder(torch_compat.TorchDispatchMode):
                 if isinstance(each, torch.UntypedStorage) and storage_of(each) in deferred:
                     others[i] = real(deferred[storage_of(each)]).untyped_storage()
             storage, known = _storage_of(tensor), self._known()
-            if id(tensor) not in known:  # but perhaps an alias of a tensor that is
-                for each in known.values():
-                    if _storage_of(each.tensor) == storage:
-                        self._viewed[storage] = each.tensor
+            for of in known.values() if id(tensor) not in known else ():  # perhaps an alias of one
+                if _storage_of(of.tensor) == storage:
+                    self._viewed[storage] = of.tensor
             if self.owner(tensor) is not tensor:  # its error terms are found as the owner's
                 return cast(Tensor, func(tensor, *others, **kwargs))
             takes_memory = func.overloadpacket is aten.set_

@@ -228,7 +228,7 @@ def _is_refused(optimizer: Optimizer, *checks: Callable[[Optimizer], Any], stric
 # -- Dynamo compiles a function, maybe once more
 
 
-def _before_conversion(request: Request, code: CodeType, variables: Mapping[str, Any]) -> None:
+def _before_conversion(request: Request, compiler: Any, code: CodeType, variables: Mapping[str, Any]) -> None:
     """Leave recorded steps to Python; record steps, or refuse them, at the limit of compilations."""
     refusals.refuse_unknown_torch()
     if is_recording() or recording.is_switch(code):
@@ -243,12 +243,12 @@ def _before_conversion(request: Request, code: CodeType, variables: Mapping[str,
             recording.record(optimizer, request, reason)
         if is_recorded(optimizer):
             raise torch_compat.RunEagerly
-    too_often = [subject for subject in _subjects(code, variables) if _is_at_limit(subject, code)]
+    too_often = [subject for subject in _subjects(code, variables) if _is_at_limit(subject, compiler, code)]
     for subject in too_often:
         if not (isinstance(subject, Optimizer) and is_recordable(subject)):
-            _too_many(subject, code).raise_or_warn(subject, strict=request.strict)
+            _too_many(subject, compiler, code).raise_or_warn(subject, strict=request.strict)
         elif not is_recorded(subject) and (is_a_step or not is_being_stepped(subject)):
-            recording.record(subject, request, _too_many(subject, code).met)
+            recording.record(subject, request, _too_many(subject, compiler, code).met)
     if any(isinstance(subject, Optimizer) and is_recorded(subject) for subject in too_often):
         raise torch_compat.RunEagerly
 
@@ -342,9 +342,10 @@ def record_instead(
 def _after_conversion(request: Request, compiler: Any, code: CodeType, variables: Mapping[str, Any]) -> None:
     """Count a compilation; at the limit, record the step that Python is in, from the next call on."""
     for subject in _subjects(code, variables):
-        if _is_at_limit(subject, code) and isinstance(subject, Optimizer) and is_recordable(subject):
-            recording.record(subject, request, _too_many(subject, code).met)
-        _done(subject, code, more=1)
+        is_at_limit = _is_at_limit(subject, compiler, code)
+        if is_at_limit and isinstance(subject, Optimizer) and is_recordable(subject):
+            recording.record(subject, request, _too_many(subject, compiler, code).met)
+        _done(subject, compiler, code, more=1)
         if isinstance(subject, Optimizer):
             torch_compat.records.of(compiler, CompiledCode).stepped[id(subject)] = ref(subject)
             state.note_held(subject)
@@ -364,19 +365,21 @@ def _before_call(compiler: Any) -> None:
             state.settle_replaced(optimizer)
 
 
-def _done(subject: Optimizer | CodeType, code: CodeType, more: int = 0) -> int:
-    """Return how often a function has been compiled for a subject, with ``more``; loading starts anew."""
-    counts = torch_compat.records.of(subject, _Compilations)
-    key = torch_compat.key_of_code(code), files_of(subject).loads if isinstance(subject, Optimizer) else 0
+def _done(subject: Optimizer | CodeType, compiler: Any, code: CodeType, more: int = 0) -> int:
+    """Return how often a function was compiled, with ``more``: for an optimizer, or one ``torch.compile``."""
+    counts = torch_compat.records.of(subject if isinstance(subject, Optimizer) else compiler, _Compilations)
+    of = files_of(subject).loads if isinstance(subject, Optimizer) else torch_compat.key_of_code(subject)
+    key = torch_compat.key_of_code(code), of
     counts[key] += more
     return counts[key]
 
 
-def _is_at_limit(subject: Optimizer | CodeType, code: CodeType) -> bool:
+def _is_at_limit(subject: Optimizer | CodeType, compiler: Any, code: CodeType) -> bool:
     is_a_step = torch_compat.is_step_wrapper(code) or (
         isinstance(subject, Optimizer) and torch_compat.is_step_of(subject, code)
     )
-    return _done(subject, code) >= torch_compat.dynamo_recompile_limit() * (1 if is_a_step else COMPILATIONS)
+    limit = torch_compat.dynamo_recompile_limit() * (1 if is_a_step else COMPILATIONS)
+    return _done(subject, compiler, code) >= limit
 
 
 def _subjects(code: CodeType, variables: Mapping[str, Any]) -> list[Optimizer | CodeType]:
@@ -395,7 +398,7 @@ def _subjects(code: CodeType, variables: Mapping[str, Any]) -> list[Optimizer | 
     return [code]
 
 
-def _too_many(subject: Optimizer | CodeType, code: CodeType) -> errors.CollageError:
+def _too_many(subject: Optimizer | CodeType, compiler: Any, code: CodeType) -> errors.CollageError:
     named, of, in_a_trainer = code, f"of {type(subject).__name__} ", ""
     if isinstance(subject, CodeType):  # perhaps a trainer's step, which runs the model as a closure
         named, of = subject, ""
@@ -403,8 +406,9 @@ def _too_many(subject: Optimizer | CodeType, code: CodeType) -> errors.CollageEr
             ". In a trainer use its callback instead of torch.compile: CollageCallback of "
             "collage_fx.integrations.lightning or .transformers"
         )
+    count = _done(subject, compiler, code)
     return errors.RecompileLimitError(
-        f"this function {of}has been compiled {_done(subject, code)} times; this call would compile it again",
+        f"this function {of}has been compiled {count} times; this call would compile it again",
         where=f"{named.co_name} ({named.co_filename}:{named.co_firstlineno})",
         remedy="find out what differs with TORCH_LOGS=recompiles. Pass a number that "
         "varies as a tensor, torch.tensor(...). If the compilations are worth their time, raise "

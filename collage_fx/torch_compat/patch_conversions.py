@@ -87,12 +87,12 @@ class Watch:
             other callbacks are not called for other backends.
         request_of: ``(backend, keywords)``, with the ``mode`` and ``options`` given to ``torch.compile`` -> a
             value for the later callbacks of a conversion, which are not called if it is None.
-        before: ``(request, code, variables)``. An exception ends the conversion and reaches the user.
-        within: ``(compiler, code, variables)`` -> the context of a conversion. The compiler is an object that
-            identifies a call of ``torch.compile``.
+        before: ``(request, compiler, code, variables)``. The compiler is an object that identifies a call of
+            ``torch.compile``. An exception ends the conversion and reaches the user.
+        within: ``(compiler, code, variables)`` -> the context of a conversion.
         after: ``(request, compiler, code, variables)``, after a graph was compiled.
-        failed: like ``before``, with the exception that ended the conversion or the backend in it, except a
-            refusal; the exception is then raised again.
+        failed: ``(request, code, variables, exception)``, when an exception that is no refusal has ended the
+            conversion or the backend in it; the exception is then raised again.
         at_optimizer, at_graph_break, rows_to_trace: see :func:`watching_optimizers`,
             :func:`watching_graph_breaks`, :func:`thinning_lists`.
         handed_over: ``(backend, keywords, function)``, when ``torch.compile`` is given a function.
@@ -104,7 +104,7 @@ class Watch:
 
     is_watched: Callable[[Any], bool]
     request_of: Callable[[Any, dict[str, Any]], Any]
-    before: Callable[[Any, CodeType, Mapping[str, Any]], None]
+    before: Callable[[Any, Any, CodeType, Mapping[str, Any]], None]
     within: Callable[[Any, CodeType, Mapping[str, Any]], AbstractContextManager[None]]
     after: Callable[[Any, Any, CodeType, Mapping[str, Any]], None]
     failed: Callable[[Any, CodeType, Mapping[str, Any], Exception], None]
@@ -135,10 +135,11 @@ def watch_conversions(watch: Watch) -> None:
             request = watch.request_of(*backend_within(convert))
             if request is None:
                 return convert(frame, *args, **kwargs)
-            watch.before(request, code, variables)
+            compiler = optim_frames.compiler_within(convert)
+            watch.before(request, compiler, code, variables)
             try:
                 with (
-                    watch.within(optim_frames.compiler_within(convert), code, variables),
+                    watch.within(compiler, code, variables),
                     dynamo_config.patch(watch.settings),
                     # A part without operations, now, may have some in a later step.
                     dynamo_config.patch(allow_empty_graphs=_may_be_empty(watch, request, code, variables)),
@@ -163,7 +164,7 @@ def watch_conversions(watch: Watch) -> None:
             whole = again.whole
         else:
             if converted is not None and converted.guarded_code is not None:
-                watch.after(request, optim_frames.compiler_within(convert), code, variables)
+                watch.after(request, compiler, code, variables)
             return converted
         # Here no reference to the abandoned trace, or to state created in it, is left.
         token = patch_optimizers.tracing_whole.set(whole or patch_optimizers.tracing_whole.get())

@@ -562,6 +562,8 @@ def test_a_function_without_an_optimizer_is_refused_at_the_limit() -> None:
         for _ in range(2):  # and again, not only once
             with pytest.raises(RecompileLimitError, match="has been compiled 3 times"):
                 strict("d")
+        for phase in "abc":  # the limit is each call's of torch.compile
+            lenient(phase)
         (told,) = warned(lambda: lenient("e"))
         assert "has been compiled 3 times" in told
 
@@ -595,6 +597,21 @@ def test_the_limit_is_each_optimizers_own() -> None:
             params = parameters(shapes=[(3,)], seed=seed)
             run_steps(compiled(Descent(params, lr=TINY)), params, [seed])
             assert bool(error_terms(params[0])[0].any())
+
+
+def test_the_limit_of_a_function_is_each_calls_of_torch_compile() -> None:
+    """A sweep of trials compiles the same function for each: an average of weights, say."""
+
+    def average(mean: Tensor, p: Tensor) -> None:
+        mean.lerp_(p, 0.5)
+
+    with torch._dynamo.config.patch(recompile_limit=2):
+        for seed in range(2 * watch.COMPILATIONS + 1):
+            mean, p = parameters(shapes=[(3, seed + 2)] * 2, seed=seed)
+            expected = mean.detach().double().lerp(p.detach().double(), 0.5)
+            with torch.no_grad():
+                torch.compile(average, backend=CollageBackend(), dynamic=False)(mean, p)
+            assert torch.equal(full_value(mean), expected)
 
 
 def test_loading_again_and_again_leaves_a_step_captured() -> None:
