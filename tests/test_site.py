@@ -50,7 +50,7 @@ def test_nothing_is_fetched_from_elsewhere(site: Path) -> None:
 def test_the_reference_has_all_public_names(site: Path, name: str) -> None:
     page = (site / "reference.html").read_text()
     module = r"collage_fx\.((installation|tools\.explain|tools\.audit)\.)?"
-    tools = r"collage_tools\.(checkup\.verdicts|gpu_code\.kernels)\."
+    tools = r"collage_tools\.(audit|checkup\.verdicts|gpu_code\.kernels)\."
     assert re.search(rf'id="({module}|{tools}){name}" class="doc doc-heading"', page)
     assert not re.search(":(class|meth|func|data|mod):", page)
 

@@ -5,12 +5,14 @@ from __future__ import annotations
 import copy
 import tempfile
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 from random import Random
 from typing import NamedTuple
 
 import torch
 from torch.nn import Parameter
+from torch.optim import Optimizer
 
 from collage_fx import error_terms, full_value
 from tests.reliability.runs import SETUPS, STEPS, Run, Setup, different_elements, params_of, uninterrupted
@@ -99,11 +101,7 @@ def _spoiled(setup: Setup, directory: Path, random: Random) -> tuple[tuple[str, 
     else:
         element ^= 1 << random.randrange(8)
     optimizer, step = restored(setup, values, saved)
-    for p in params_of(optimizer):
-        p.grad = torch.zeros_like(p)
-    for group in optimizer.param_groups:
-        group["lr"] = 0.0
-    step()
+    _move_nothing(optimizer, step)
     lost = 0
     for k, (p, value) in enumerate(zip(params_of(optimizer), values, strict=True)):
         (lo,) = error_terms(p)
@@ -112,14 +110,23 @@ def _spoiled(setup: Setup, directory: Path, random: Random) -> tuple[tuple[str, 
     return ("a value changed after it was saved" if changes_hi else "an error term damaged in a file",), lost
 
 
+def _move_nothing(optimizer: Optimizer, step: Callable[[], object]) -> None:
+    for p in params_of(optimizer):
+        p.grad = torch.zeros_like(p)
+    for group in optimizer.param_groups:
+        group["lr"] = 0.0
+    step()
+
+
 def _converted(setup: Setup, directory: Path, random: Random) -> tuple[tuple[str, ...], int]:
-    """Loaded into a float32 model, which holds hi + lo."""
+    """Loaded into a float32 model, which holds hi + lo from the first step of its plain optimizer on."""
     taken = random.randrange(1, STEPS)
     moment = uninterrupted(setup)[taken]
     optimizer, _ = setup.fresh(moment.values)
     optimizer.load_state_dict(copy.deepcopy(moment.saved))
     wide = setup.make([Parameter(value.float()) for value in moment.values])
     wide.load_state_dict(copy.deepcopy(moment.saved))
+    _move_nothing(wide, wide.step)
     lost = 0
     for p, q in zip(params_of(optimizer), params_of(wide), strict=True):
         lost += int((full_value(p).float() != q.detach()).sum())
