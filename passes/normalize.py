@@ -119,7 +119,7 @@ def _computed(editor: GraphEditor, node: Node) -> torch.Tensor | None:
     """Return the value of a 0-d node, in any dtype: a constant tensor, or computed from other numbers.
 
     torch 2.15 decomposes ``_foreach_lerp`` with a number into a ``torch.tensor(0.1)`` for each tensor, copied
-    to a GPU; torch 2.11 decomposes ``lerp`` into branches on a condition computed from the weight.
+    to a GPU.
     """
     operands = node.all_input_nodes
     if node.target is aten.lift_fresh_copy.default and operands[0].op == "get_attr":
@@ -161,9 +161,8 @@ def _choose_constant_branch(editor: GraphEditor, node: Node) -> None:
 def _forward_copy(editor: GraphEditor, node: Node) -> None:
     """Replace ``copy(destination, source)`` by ``source``, in the destination's dtype, shape and strides.
 
-    AOTAutograd writes it if an in-place result has other strides than its destination; torch 2.11's ``lerp``
-    uses ``copy_strided(source, strides)``. A returned tensor keeps memory of its own: state that is created
-    as a copy of a gradient must not alias the gradient.
+    AOTAutograd writes it if an in-place result has other strides than its destination. A returned tensor
+    keeps memory of its own: state that is created as a copy of a gradient must not alias the gradient.
     """
     if node.target not in (aten.copy.default, prims.copy_strided.default):
         return

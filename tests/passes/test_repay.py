@@ -64,7 +64,7 @@ def sgd(p: Tensor, m: Tensor, g: Tensor) -> None:
 def adam(p: Tensor, m: Tensor, v: Tensor, g: Tensor, t: Tensor) -> None:
     t.add_(1)
     m.lerp_(g, 1 - 0.9)
-    v.mul_(0.999).addcmul_(g, g, value=0.001)
+    v.mul_(0.999).add_(g * g, alpha=0.001)
     size = 1e-3 / (1 - 0.9**t)
     p.sub_(size * m / (v.sqrt() / (1 - 0.999**t).sqrt() + 1e-8))
 

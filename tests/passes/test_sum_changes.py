@@ -38,8 +38,8 @@ def summed(step: Step, dtype: torch.dtype = torch.float32) -> StepProgram:
 def adamw(p: Tensor, v: Tensor, g: Tensor, lr: Tensor) -> None:
     """Decoupled weight decay, a moving average with a constant, and a term."""
     p.mul_(1 - lr * 0.01)
-    v.mul_(0.999).addcmul_(g, g, value=0.001)
-    p.addcdiv_(g, v.sqrt() + 1e-8, value=-0.125)
+    v.mul_(0.999).add_(g * g, alpha=0.001)
+    p.add_(g / (v.sqrt() + 1e-8), alpha=-0.125)
 
 
 def text_of(step: Step, program: StepProgram | None = None) -> str:
@@ -53,10 +53,10 @@ def test_a_decay_and_a_term_are_one_change() -> None:
         """\
 mul_7: float32[4] = mul(v, 0.0010000000000000009)
 sub_2: float32[4] = sub(mul_4, mul_7)
-add_4: float32[4] = add(v, sub_2)
+add_6: float32[4] = add(v, sub_2)
 mul_6: float32[4] = mul(p, mul)
 sub_1: float32[4] = sub(mul_5, mul_6)
-add_3: float32[4] = add(p, sub_1)""",
+add_5: float32[4] = add(p, sub_1)""",
     )
 
 
@@ -86,7 +86,7 @@ def test_a_sum_that_keeps_its_errors_is_dithered_and_its_step_counted() -> None:
         """\
 mul_13: float32[4] = mul(with_lower_half_1, 0.0010000000000000009)
 sub_3: float32[4] = sub(mul_9, mul_13)
-add_6: float32[4] = add(with_lower_half_1, sub_3)
+add_8: float32[4] = add(with_lower_half_1, sub_3)
 mul_12: float32[4] = mul(with_lower_half, to_float32_4)
 sub_2: float32[4] = sub(mul_10, mul_12)
 phases: int32[4] = phases(p, phase)

@@ -89,11 +89,14 @@ def functional_graph(fn: Callable[..., Any], *inputs: torch.Tensor) -> GraphModu
     """Capture the functional ATen graph that Inductor is given for ``fn(*inputs)``; changes no input.
 
     The placeholders are the inputs, in their order (Dynamo, which sorts them by first use, is not involved).
-    AOTAutograd and Inductor's pre-grad and joint-graph passes have run; mutated inputs are written by a
-    ``copy_`` epilogue. The inputs are CPU tensors; use :func:`to_cuda` on the result.
+    AOTAutograd, with the library's decompositions, and Inductor's pre-grad and joint-graph passes have run;
+    mutated inputs are written by a ``copy_`` epilogue. The inputs are CPU tensors; use :func:`to_cuda` on
+    the result.
     """
     from torch._inductor.compile_fx import compile_fx
     from torch.fx.experimental.proxy_tensor import make_fx
+
+    from collage_fx.capture import decompositions
 
     captured: list[GraphModule] = []
 
@@ -108,7 +111,7 @@ def functional_graph(fn: Callable[..., Any], *inputs: torch.Tensor) -> GraphModu
 
     with torch.no_grad(), torch._functorch.config.patch(enable_autograd_cache=False):
         traced = make_fx(fn, tracing_mode="fake")(*inputs)
-        compile_fx(traced, list(inputs), inner_compile=cast(Any, keep))
+        compile_fx(traced, list(inputs), inner_compile=cast(Any, keep), decompositions=decompositions())
     (gm,) = captured
     return gm
 

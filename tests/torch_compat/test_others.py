@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import collage_fx
 from collage_fx import CollageBackend
 from collage_fx.torch_compat import PATCHES
-from tests.support.substitutes import is_entered
+from tests.support.substitutes import is_entered, nothing_frozen_by_a_program
 from tests.support.training import Descent, parameters, run_steps
 
 ROOT = Path(collage_fx.__file__).parents[1]
@@ -228,6 +228,22 @@ def test_the_collector_stays_on_while_a_step_is_compiled() -> None:
     _compiled_while(lambda: seen.append(gc.isenabled()))
     assert seen == [True]
     assert gc.get_freeze_count() <= frozen
+
+
+def test_the_collector_scans_nothing_that_a_compilation_has_made_and_keeps() -> None:
+    gc.unfreeze()  # what this suite has frozen
+    frozen: list[int] = []
+
+    def look() -> None:
+        before = gc.get_freeze_count()
+        kept: list[list[int]] = [[] for _ in range(10_000)]
+        gc.collect()
+        frozen.append(gc.get_freeze_count() - before - len(kept))
+
+    with nothing_frozen_by_a_program():
+        _compiled_while(look)
+    assert frozen
+    assert min(frozen) >= 0
 
 
 def test_what_a_program_has_frozen_stays_frozen() -> None:
