@@ -7,6 +7,7 @@ from collections import Counter
 
 import pytest
 import torch
+from torch.torch_version import TorchVersion
 
 from tests import gpu_kernels, gpu_steps
 from tests.support import triton_offline as offline
@@ -41,8 +42,10 @@ def test_a_kernel_moves_what_is_held_once(row: gpu_kernels.Row) -> None:
     assert found.launches <= 2 + row.optimizer.startswith("RMSprop")
     assert found.calls == 0
     assert found.moved == pytest.approx(found.held, abs=0.01)  # but for scales of blocks, a byte for each 32
-    # A thousand instructions of native arithmetic wait for no four registers.
-    assert all(code.spilled <= 16 * ("native" in row.words) for code in found.code.values())
+    # A thousand instructions of native arithmetic wait for no four registers; torch 2.11 uses fewer.
+    is_old = TorchVersion(torch.__version__) < TorchVersion("2.12")
+    spilled = 16 if "native" in row.words else 8 * is_old
+    assert all(code.spilled <= spilled for code in found.code.values())
     if "native" not in row.options.values():  # whose products in two parts are made of fma
         for code in found.code.values():
             if "ptx" in code.stages:

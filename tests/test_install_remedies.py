@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 from torch.optim import SGD, AdamW, Optimizer
+from torch.torch_version import TorchVersion
 
 import collage_fx
 from collage_fx import backend_of, install, step_in_backward
@@ -196,6 +197,9 @@ class AroundACompiledStep(Optimizer):
 def test_an_update_by_code_of_another_backend_is_refused(*, clears: bool) -> None:
     params = start()
     optimizer = install(AroundACompiledStep(AdamW(params, lr=2.0**-10), clears=clears))
+    if TorchVersion(torch.__version__) < TorchVersion("2.12"):  # it is recorded
+        assert error(train(params, optimizer.step), lambda p: AdamW(p, lr=2.0**-10)) <= ALLOWED
+        return
     with pytest.raises(EagerStepError, match="by code that this backend has not compiled") as refused:
         train(params, optimizer.step)
     assert f"AroundACompiledStep.step ({__file__}:" in str(refused.value)

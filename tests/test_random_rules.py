@@ -21,6 +21,7 @@ import torch
 from hypothesis import HealthCheck, Phase, given, seed, settings
 from hypothesis import strategies as st
 from torch import Tensor
+from torch.torch_version import TorchVersion
 
 from collage_fx import CollageBackend, error_terms, full_value
 from collage_fx.errors import (
@@ -287,7 +288,8 @@ def check(
         assert each.told_apart or each.stands_still(), f"a rule that tests nothing:\n{each.rule!r}"
     packed = any(is_packed(tensor) for each in watched for tensor in _tensors(each.optimizer).values())
     compilations = 1 if counter == "tensor" and not packed else 2
-    assert len(backend.report().graphs) == compilations
+    least = 1 if TorchVersion(torch.__version__) < TorchVersion("2.12") else compilations
+    assert least <= len(backend.report().graphs) <= compilations
     return True
 
 

@@ -20,7 +20,7 @@ from __future__ import annotations
 import math
 import operator
 from collections import defaultdict
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import replace
 from typing import Any
 
@@ -39,6 +39,13 @@ aten = torch.ops.aten
 
 #: Number of members that the compiler assumes: it only decides how loops are cut.
 MEMBERS = 8
+
+#: Products of matrices as products of their stacks. ``vmap`` of torch 2.11 binds them to a number of members.
+_OF_STACKS: dict[Any, Callable[..., Any]] = {
+    aten.mm.default: aten.bmm,
+    aten.mv.default: lambda a, v: aten.bmm(a, v.unsqueeze(2)).squeeze(2),
+    aten.addmm.default: lambda x, *ab, **numbers: aten.baddbmm(_of_rank(x, 3), *ab, **numbers),
+}
 
 
 def stacked_graph(rule: Rule, scope: SymbolicScope, stacked: Sequence[bool]) -> tuple[GraphModule, int]:
@@ -90,14 +97,19 @@ def _called(node: Node, values: Mapping[Node, Any], are_stacks: Set[Node]) -> An
     """Return the value of an operation of single tensors, for stacks of some of its operands."""
     operands = node.all_input_nodes
 
-    def called(*given: Any) -> Any:
+    def called(*given: Any, function: Any = node.target) -> Any:
         of_operands = dict(zip(operands, given, strict=True))
         args, kwargs = torch.fx.map_arg((node.args, node.kwargs), of_operands.__getitem__)
-        return node.target(*args, **kwargs)  # type: ignore[operator]
+        return function(*args, **kwargs)
 
     given = [values[each] for each in operands]
     if node.target is operator.getitem or are_stacks.isdisjoint(operands):
         return called(*given)
+    if node.target in _OF_STACKS:
+        members = next(values[each].shape[0] for each in operands if each in are_stacks)
+        shared = (() if each in are_stacks else (members, *values[each].shape) for each in operands)
+        stacks = (x.expand(size) if size else x for x, size in zip(given, shared, strict=True))
+        return called(*stacks, function=_OF_STACKS[node.target])
     if _broadcasts(node):
         rank = node.meta["val"].dim()
         ranks = [rank + 1 if each in are_stacks else 0 for each in operands]

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from types import CodeType
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch._dynamo import config as dynamo_config
@@ -29,6 +29,9 @@ from collage_fx.torch_compat.patch_numbers import noticing_burned_in, tracing_nu
 from collage_fx.torch_compat.patch_optimizers import Place, Thin
 from collage_fx.torch_compat.patching import Patch
 from collage_fx.torch_compat.tensors import pytree
+
+#: Threshold of the garbage collector for the oldest objects at which it never looks at them.
+NEVER = 2**31 - 1
 
 CONVERSIONS = Patch(
     name="conversions",
@@ -230,7 +233,7 @@ def _patched(watch: Watch, code: CodeType, variables: Mapping[str, Any]) -> Iter
         return f"tensor(..., device='{x.device}', size={tuple(x.shape)}, dtype={x.dtype})"
 
     with (
-        _fewer_objects_to_look_at(),
+        _collecting_young_objects(),
         _silent_about_profiling(),
         FRAMES.entered(has_tensor),
         TEXTS.entered(text_without_elements),
@@ -243,43 +246,22 @@ def _patched(watch: Watch, code: CodeType, variables: Mapping[str, Any]) -> Iter
         yield
 
 
-class _Frozen:
-    """Objects that Python's garbage collector ignores: frozen by a conversion that is not over, or otherwise.
-
-    Python counts them one by one when it is asked, so it is not asked again once the program has frozen any.
-    """
-
-    by: Literal["nobody", "us", "the program"] = "nobody"
-
-
 @contextlib.contextmanager
-def _fewer_objects_to_look_at() -> Iterator[None]:
-    """Context manager: the garbage collector ignores what exists on entry, or is not young any more.
+def _collecting_young_objects() -> Iterator[None]:
+    """Context manager: the garbage collector leaves objects alone that have been there for a while.
 
     A compilation creates hundreds of thousands of objects that stay. The collector would scan them, and a
-    million others, again and again: a third of the compilation's time. Nothing changes if the program has
-    frozen objects itself.
+    million others, again and again: a third of the compilation's time.
     """
-    if _Frozen.by == "nobody" and gc.get_freeze_count():
-        _Frozen.by = "the program"
-    if _Frozen.by != "nobody":
+    before = gc.get_threshold()
+    if before[2] == NEVER:  # by a compilation around this one, or in another thread
         yield
         return
-    gc.freeze()
-    gc.callbacks.append(_freeze_old_objects)
-    _Frozen.by = "us"
+    gc.set_threshold(*before[:2], NEVER)
     try:
         yield
     finally:
-        _Frozen.by = "nobody"
-        gc.callbacks.remove(_freeze_old_objects)
-        gc.unfreeze()
-
-
-def _freeze_old_objects(event: str, collection: Mapping[str, int]) -> None:
-    """Leave a collection of the oldest generation, which is about to start, nothing to scan."""
-    if event == "start" and collection["generation"] == 2:
-        gc.freeze()
+        gc.set_threshold(*before)
 
 
 @contextlib.contextmanager
@@ -300,7 +282,7 @@ def _silent_about_profiling() -> Iterator[None]:
 @contextlib.contextmanager
 def compiling() -> Iterator[None]:
     """Context manager: compile a graph that Dynamo has not captured, while no other thread compiles."""
-    with compile_lock, _fewer_objects_to_look_at(), noticing_burned_in(), tracing_several_dtypes():
+    with compile_lock, _collecting_young_objects(), noticing_burned_in(), tracing_several_dtypes():
         yield
 
 

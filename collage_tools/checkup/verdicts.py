@@ -502,7 +502,10 @@ def judge(checks: list[TensorCheck]) -> tuple[str, list[str], list[str]]:
     constants = _constant_reasons(judged)
     trained = [each for each in judged if each.is_trained]
     if len(tested) < FEWEST_POWERS:
-        return CANNOT_TELL, ["There are too few weights to see a pile-up at powers of two."], notes
+        reason = (
+            "Weights are too few to see a pile-up at powers of two, or an initializer's rounded products."
+        )
+        return CANNOT_TELL, [reason], notes
     if not trained:
         reason = "The weights do not differ from those of an untrained model."
         return CANNOT_TELL, [reason, *constants], notes

@@ -145,11 +145,6 @@ def numbers_frozen() -> AbstractContextManager[Any]:
     return mock.patch("collage_fx.lowering.lower.FREEZES_NUMBERS", True)
 
 
-def nothing_frozen_by_a_program() -> AbstractContextManager[Any]:
-    """Context manager: earlier tests have frozen no objects, which the library remembers."""
-    return mock.patch("collage_fx.torch_compat.patch_conversions._Frozen.by", "nobody")
-
-
 @contextlib.contextmanager
 def nothing_compiled() -> Iterator[None]:
     """Context manager: Inductor compiles nothing; calling a step that it should have compiled raises."""

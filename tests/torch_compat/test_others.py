@@ -10,7 +10,6 @@ import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -20,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import collage_fx
 from collage_fx import CollageBackend
 from collage_fx.torch_compat import PATCHES
-from tests.support.substitutes import is_entered, nothing_frozen_by_a_program
+from tests.support.substitutes import is_entered
 from tests.support.training import Descent, parameters, run_steps
 
 ROOT = Path(collage_fx.__file__).parents[1]
@@ -221,50 +220,25 @@ def test_who_would_not_wait_for_dynamo_does_not_wait_for_us() -> None:
     assert waited == [False]
 
 
-def test_the_collector_stays_on_while_a_step_is_compiled() -> None:
-    gc.unfreeze()  # what this suite has frozen
-    seen: list[bool] = []
-    frozen = gc.get_freeze_count()
-    _compiled_while(lambda: seen.append(gc.isenabled()))
-    assert seen == [True]
-    assert gc.get_freeze_count() <= frozen
+def test_the_collector_looks_at_young_objects_alone_while_a_step_is_compiled() -> None:
+    before = gc.get_threshold()
+    seen: list[tuple[bool, tuple[int, ...]]] = []
+    _compiled_while(lambda: seen.append((gc.isenabled(), gc.get_threshold())))
+    ((is_on, (*of_young, of_old)),) = seen
+    assert is_on
+    assert of_young == [*before[:2]]
+    assert of_old > 1000 * before[2]
+    assert gc.get_threshold() == before
 
 
-def test_the_collector_scans_nothing_that_a_compilation_has_made_and_keeps() -> None:
-    gc.unfreeze()  # what this suite has frozen
-    frozen: list[int] = []
+def test_the_collector_is_as_before_after_a_refusal() -> None:
+    def refuse() -> None:
+        raise KeyError("of the test")
 
-    def look() -> None:
-        before = gc.get_freeze_count()
-        kept: list[list[int]] = [[] for _ in range(10_000)]
-        gc.collect()
-        frozen.append(gc.get_freeze_count() - before - len(kept))
-
-    with nothing_frozen_by_a_program():
-        _compiled_while(look)
-    assert frozen
-    assert min(frozen) >= 0
-
-
-def test_what_a_program_has_frozen_stays_frozen() -> None:
-    gc.freeze()
-    try:
-        _compiled_while(lambda: None)
-        assert gc.get_freeze_count() > 0
-    finally:
-        gc.unfreeze()
-
-
-def test_what_a_program_has_frozen_is_counted_once() -> None:
-    """Python counts frozen objects one by one, which took a second for each of a step's eight conversions."""
-    gc.freeze()
-    try:
-        with mock.patch("gc.get_freeze_count", wraps=gc.get_freeze_count) as count:
-            _compiled_while(lambda: None)
-            _compiled_while(lambda: None)
-    finally:
-        gc.unfreeze()
-    assert count.call_count <= 1
+    before = gc.get_threshold()
+    with pytest.raises(Exception, match="of the test"):
+        _compiled_while(refuse)
+    assert gc.get_threshold() == before
 
 
 def test_a_patch_is_there_for_the_process_or_while_a_step_is_compiled() -> None:
