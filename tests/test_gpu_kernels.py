@@ -7,8 +7,8 @@ from collections import Counter
 
 import pytest
 import torch
-from torch.torch_version import TorchVersion
 
+from collage_fx.torch_compat.version import version
 from tests import gpu_kernels, gpu_steps
 from tests.support import triton_offline as offline
 
@@ -43,8 +43,8 @@ def test_a_kernel_moves_what_is_held_once(row: gpu_kernels.Row) -> None:
     assert found.calls == 0
     assert found.moved == pytest.approx(found.held, abs=0.01)  # but for scales of blocks, a byte for each 32
     # A thousand instructions of native arithmetic wait for no four registers; torch 2.11 uses fewer.
-    is_old = TorchVersion(torch.__version__) < TorchVersion("2.12")
-    spilled = 16 if "native" in row.words else 8 * is_old
+    is_short = version() < (2, 12) and row.optimizer.startswith("RMSprop")
+    spilled = 16 if "native" in row.words else 8 * is_short
     assert all(code.spilled <= spilled for code in found.code.values())
     if "native" not in row.options.values():  # whose products in two parts are made of fma
         for code in found.code.values():

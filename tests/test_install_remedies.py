@@ -10,7 +10,6 @@ import pytest
 import torch
 from torch import Tensor
 from torch.optim import SGD, AdamW, Optimizer
-from torch.torch_version import TorchVersion
 
 import collage_fx
 from collage_fx import backend_of, install, step_in_backward
@@ -20,6 +19,7 @@ from collage_fx.errors import (
     InvalidOptionError,
     UnsupportedOptimizerError,
 )
+from collage_fx.torch_compat.version import version
 from tests.support.training import Descent, parameters, run_steps
 from tests.support.written_classes import gradients, relative_error, written_class
 
@@ -197,7 +197,7 @@ class AroundACompiledStep(Optimizer):
 def test_an_update_by_code_of_another_backend_is_refused(*, clears: bool) -> None:
     params = start()
     optimizer = install(AroundACompiledStep(AdamW(params, lr=2.0**-10), clears=clears))
-    if TorchVersion(torch.__version__) < TorchVersion("2.12"):  # it is recorded
+    if version() < (2, 12):  # it is recorded
         assert error(train(params, optimizer.step), lambda p: AdamW(p, lr=2.0**-10)) <= ALLOWED
         return
     with pytest.raises(EagerStepError, match="by code that this backend has not compiled") as refused:

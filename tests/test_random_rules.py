@@ -21,7 +21,6 @@ import torch
 from hypothesis import HealthCheck, Phase, given, seed, settings
 from hypothesis import strategies as st
 from torch import Tensor
-from torch.torch_version import TorchVersion
 
 from collage_fx import CollageBackend, error_terms, full_value
 from collage_fx.errors import (
@@ -32,6 +31,7 @@ from collage_fx.errors import (
 from collage_fx.numerics import ERROR_FORMATS, ErrorFormat
 from collage_fx.state.error_terms import record_of
 from collage_fx.state.packed import is_packed
+from collage_fx.torch_compat.version import version
 from tests.support.bounded import SMALLEST, Bounded
 from tests.support.float_bits import unit_roundoff
 from tests.support.rules import IN_BLOCKS, LAYOUTS, STEPS, DrawnOptimizer, Rule, rounding_of, rules
@@ -288,7 +288,7 @@ def check(
         assert each.told_apart or each.stands_still(), f"a rule that tests nothing:\n{each.rule!r}"
     packed = any(is_packed(tensor) for each in watched for tensor in _tensors(each.optimizer).values())
     compilations = 1 if counter == "tensor" and not packed else 2
-    least = 1 if TorchVersion(torch.__version__) < TorchVersion("2.12") else compilations
+    least = 1 if version() < (2, 12) else compilations
     assert least <= len(backend.report().graphs) <= compilations
     return True
 

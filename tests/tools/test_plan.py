@@ -17,10 +17,10 @@ from xml.dom import minidom
 import pytest
 import torch
 from torch import nn
-from torch.torch_version import TorchVersion
 
 import collage_fx
 from benchmarks.timing import peak_extra_memory
+from collage_fx.torch_compat.version import version
 from collage_tools.cli import main
 from collage_tools.plan import Plan, from_file, from_hf, json_of, page_of, shortage_of
 from collage_tools.plan.activations import Allocations, meta_model, peak, repeated_layers
@@ -28,9 +28,8 @@ from collage_tools.plan.sources import Source
 from tests.support.processes import environment
 
 #: Share of the measured peak that a plan may be off by, which docs/plan.md promises. No bound: the profiler
-#: also sees memory that kernels free inside of an operation, such as 0.06 to 0.3 MB of a bfloat16 product; of
-#: gpt2 with checkpointing 3.2 % with torch 2.11.
-WITHIN = 0.03 if TorchVersion(torch.__version__) >= TorchVersion("2.12") else 0.04
+#: also sees memory that kernels free inside of an operation, such as 0.06 to 0.3 MB of a bfloat16 product.
+WITHIN = 0.03
 WITHIN_OF_THE_SMALLEST = WITHIN_OF_SHARDS = 0.05
 
 FILE = """
@@ -139,6 +138,8 @@ def test_the_peak_is_the_allocators(name: str, make: Any, checkpointing: bool) -
 
     measured = peak_extra_memory(job, "cpu")
     planned = plan_of(name, make).table(checkpointing)["fp32 masters"]["peak"]
+    if version() < (2, 12) and name == "gpt2" and checkpointing:
+        pytest.xfail("torch 2.11 allocates 3.2 % more than is planned")
     assert planned == pytest.approx(measured, rel=WITHIN_OF_THE_SMALLEST if name == "file" else WITHIN)
 
 

@@ -10,6 +10,7 @@ import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -221,7 +222,8 @@ def test_who_would_not_wait_for_dynamo_does_not_wait_for_us() -> None:
 
 
 def test_the_collector_looks_at_young_objects_alone_while_a_step_is_compiled() -> None:
-    before = gc.get_threshold()
+    gc.unfreeze()  # what this suite has frozen
+    before, frozen = gc.get_threshold(), gc.get_freeze_count()
     seen: list[tuple[bool, tuple[int, ...]]] = []
     _compiled_while(lambda: seen.append((gc.isenabled(), gc.get_threshold())))
     ((is_on, (*of_young, of_old)),) = seen
@@ -229,6 +231,7 @@ def test_the_collector_looks_at_young_objects_alone_while_a_step_is_compiled() -
     assert of_young == [*before[:2]]
     assert of_old > 1000 * before[2]
     assert gc.get_threshold() == before
+    assert gc.get_freeze_count() <= frozen
 
 
 def test_the_collector_is_as_before_after_a_refusal() -> None:
@@ -239,6 +242,27 @@ def test_the_collector_is_as_before_after_a_refusal() -> None:
     with pytest.raises(Exception, match="of the test"):
         _compiled_while(refuse)
     assert gc.get_threshold() == before
+
+
+def test_what_a_program_has_frozen_stays_frozen() -> None:
+    gc.freeze()
+    try:
+        _compiled_while(lambda: None)
+        assert gc.get_freeze_count() > 0
+    finally:
+        gc.unfreeze()
+
+
+def test_what_a_program_has_frozen_is_counted_once() -> None:
+    """Python counts frozen objects one by one, which took a second for each of a step's eight conversions."""
+    gc.freeze()
+    try:
+        with mock.patch("gc.get_freeze_count", wraps=gc.get_freeze_count) as count:
+            _compiled_while(lambda: None)
+            _compiled_while(lambda: None)
+    finally:
+        gc.unfreeze()
+    assert count.call_count <= 1
 
 
 def test_a_patch_is_there_for_the_process_or_while_a_step_is_compiled() -> None:
