@@ -322,7 +322,9 @@ class Compilation:
             Member(*pair, frozenset(repetition.inputs_of(*place)), families.inputs[pair[0]].dtype)
             for pair, place in places
         ]
-        return WholeStep(step, bound, passed, indices, gradients, members, families.distributed)
+        return WholeStep(
+            step, bound, passed, indices, gradients, members, families.distributed, families.numbers
+        )
 
     def _step_of_one(
         self, not_by_family: Reason, gm: GraphModule, example_inputs: Sequence[Any], **inductor_options: Any
@@ -604,7 +606,7 @@ class Compilation:
             layouts = {index: value for i, node in inputs for index, value in copies_of(i, node.meta["val"])}
             in_order = sorted(made_anew.items(), key=lambda each: each[1])
             of_results = {result: layouts[index] for result, index in in_order}
-            made = made._replace(step=MakingStep(made.step, of_results))
+            made = made._replace(step=MakingStep(made.step, of_results, self.optimizers.values()))
         left_out = {str(failed): failed for failed in program.left_out}.values()
         for failed in left_out:
             failed.raise_or_warn(self.backend, strict=False)

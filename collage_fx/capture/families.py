@@ -26,12 +26,6 @@ Dynamo, whose trace takes longest, gets only two rows of each layout of the list
 state that the steps of torch.optim loop over (:func:`rows_to_trace`), of two sizes if there are. If both turn
 out to be members of the same families, at the same indices, so are the others. If not, all are traced.
 
-Note [Lists are no families]
-----------------------------
-torch.optim gives lists of a model's tensors to ``_foreach_`` functions on a GPU: one operation on all of
-them, which makes all updates one component. A rule (:func:`~collage_fx.graph.foreach_rule`) writes it as an
-operation for each element. Then updates are components of their own, and equal ones are a family.
-
 Whatever is not understood becomes a :class:`~collage_fx.graph.Reason` in the report: the graph is one family.
 """
 
@@ -40,9 +34,7 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
-from itertools import takewhile
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -50,6 +42,7 @@ from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import map_arg
 
 from collage_fx import graph, torch_compat
+from collage_fx.capture.lists import with_lists_apart
 from collage_fx.capture.refusals import first_overlap
 from collage_fx.capture.rows import ListRows, common_shape, is_plain, layout_of, layouts_of
 from collage_fx.graph import InputInfo, Reason, Repetition
@@ -73,13 +66,12 @@ class Families:
     repetition: Repetition  # of the inputs of ``module``, in the order of ``origins``, and of its results
     own_numbers: Sequence[Any]  # symbolic numbers in ``module`` that stand for those of other members
     symbols_left_out: frozenset[str]  # of these other numbers
+    #: Function of the arguments, if the step returns numbers: it returns these, and None for each tensor.
+    numbers: Callable[..., Any] | None = None
 
 
 #: ``(inputs, names, number of bound inputs)`` -> for each its description, and facts that equal inputs share.
 Describe = Callable[[Sequence[Any], Sequence[str], int], Sequence[tuple[InputInfo, Hashable]]]
-
-#: Prefix of the names of torch's functions on lists.
-PREFIX = "_foreach_"
 
 
 def families_of(
@@ -96,7 +88,7 @@ def families_of(
     Of the lists ``thinned``, Dynamo has traced some rows; members are found for the others. Without
     ``own_numbers``, members of a family read the same numbers. With ``any_size``, they may differ in sizes.
     """
-    found = _Search(_with_lists_apart(gm), arguments, ListRows(thinned), any_size=any_size)
+    found = _Search(with_lists_apart(gm), arguments, ListRows(thinned), any_size=any_size)
     if (reason := found.input_not_understood() or found.operation_not_understood()) is not None:
         return reason
     described = describe(found.inputs, found.names, found.bound)
@@ -148,6 +140,9 @@ class _Search:
         self.index |= {node: argument_indices[node.name] for node in placeholders}
         #: Nodes that are numbers computed from inputs and other numbers alone.
         self.numbers: set[Node] = set()
+        for node in filter(_is_scalar, gm.graph.nodes):
+            if all(each in self.numbers or each in self.index for each in node.all_input_nodes):
+                self.numbers.add(node)
         self._computed: dict[Node, tuple[Hashable, tuple[int, ...]]] = {}
         self._known: dict[Hashable, int] = {}
         #: Symbol of each input, with its role and facts about its record.
@@ -186,11 +181,27 @@ class _Search:
                 return Reason.at(node, "it has no operands and makes neither a tensor nor a number")
         for result in self._returned():
             if not (isinstance(result, Node) and _is_tensor(result)):
-                return Reason("the step returns something else than tensors", str(result))
+                return Reason("the step returns something else than tensors and numbers", str(result))
         return None
 
     def _returned(self) -> list[Any]:
-        return list(torch_compat.pytree.tree_leaves(self.gm.graph.output_node().args))
+        """Return all values that the graph returns, but for numbers."""
+        found = torch_compat.pytree.tree_leaves(self.gm.graph.output_node().args)
+        return [each for each in found if each not in self.numbers]
+
+    def _returned_numbers(self) -> GraphModule | None:
+        """Return a function of the arguments, if the step returns numbers: of these, and None for tensors."""
+        found = torch_compat.pytree.tree_leaves(self.gm.graph.output_node().args)
+        if self.numbers.isdisjoint(found):
+            return None
+        body = Graph()
+        copied: dict[Node, Node] = {}
+        for node in self.gm.graph.nodes:
+            if node.op == "placeholder" or node in self.numbers:
+                copied[node] = body.node_copy(node, copied.__getitem__)
+        body.output(tuple(map(copied.get, found)))
+        body.eliminate_dead_code()
+        return GraphModule({}, body)
 
     def families(self, *, own_numbers: bool) -> list[list[_Component]]:
         """Group the components by family; families come in the order of their first components."""
@@ -301,11 +312,8 @@ class _Search:
     def _components(self) -> list[_Component]:
         operations = []
         for node in self.gm.graph.nodes:
-            if node.op not in ("call_function", "call_method") or node.target is SET_GRAD_ENABLED:
-                continue
-            if _is_scalar(node) and all(n in self.numbers or n in self.index for n in node.all_input_nodes):
-                self.numbers.add(node)
-            else:
+            is_call = node.op in ("call_function", "call_method")
+            if is_call and node.target is not SET_GRAD_ENABLED and node not in self.numbers:
                 operations.append(node)
         returned = set(self._returned())
         found = []
@@ -436,6 +444,7 @@ class _Search:
             repetition,
             [value for node, value in symbolic.items() if not own.isdisjoint(self._number(node)[1])],
             torch_compat.symbols_of(symbolic.values()) - left_in if own else frozenset(),
+            self._returned_numbers(),
         )
 
     def _shapes(self, family: list[_Component]) -> tuple[torch.Size, ...]:
@@ -508,61 +517,3 @@ def _described(value: Any, named: Callable[[Node], Hashable]) -> Hashable:
     if isinstance(value, slice):
         return ("slice", *(_described(each, named) for each in (value.start, value.stop, value.step)))
     return type(value).__name__, repr(value)
-
-
-def _with_lists_apart(gm: GraphModule) -> GraphModule:
-    """Return a graph with an operation for each element of lists, for functions that have a rule."""
-    if not any(_foreach_name(node) for node in gm.graph.nodes):
-        return gm
-    apart = graph.copy_of(gm)
-    for node in list(apart.graph.nodes):
-        if name := _foreach_name(node):
-            _take_apart(node, name)
-    apart.recompile()
-    return apart
-
-
-def _foreach_name(node: Node) -> str:
-    """Return NAME, or NAME_, of a call of ``torch._foreach_NAME``; empty for other nodes."""
-    name = getattr(node.target, "__name__", "") if node.op == "call_function" else ""
-    return name.removeprefix(PREFIX) if name.startswith(PREFIX) else ""
-
-
-def _take_apart(node: Node, name: str) -> None:
-    rule, body = graph.foreach_rule(name.removesuffix("_")), node.graph
-    readers = [user for user in node.users if getattr(user.target, "__name__", "") == "getitem"]
-    if rule is None or len(readers) < len(node.users):
-        return
-    function, fixed = (rule.func, rule.keywords) if isinstance(rule, partial) else (rule, {})
-    made = []
-    with body.inserting_before(node):
-        for args, kwargs in graph.foreach_calls(*_by_position(name, node.args, node.kwargs)):
-            result = body.call_function(function, args, {**fixed, **kwargs})
-            result.meta = {**node.meta, "example_value": _value(rule, args, kwargs)}
-            if name.endswith("_"):
-                written = cast("Node", args[0])
-                result = body.call_method("copy_", (written, result))
-                result.meta = {**node.meta, "example_value": written.meta["example_value"]}
-            made.append(result)
-    for reader in readers:
-        reader.replace_all_uses_with(made[cast("int", reader.args[1])])
-        body.erase_node(reader)
-    body.erase_node(node)
-
-
-def _by_position(name: str, args: Any, kwargs: Mapping[str, Any]) -> tuple[Sequence[Any], Mapping[str, Any]]:
-    """Return a call's arguments by position, up to the first one left out: rules have names of their own."""
-    packet = getattr(torch.ops.aten, PREFIX + name)
-    overloads = (torch_compat.schema_of(getattr(packet, each)).arguments for each in packet.overloads())
-    arguments = next(each for each in overloads if kwargs.keys() <= {argument.name for argument in each})
-    names = [each.name for each in arguments if not each.kwarg_only]
-    given = {**dict(zip(names, args, strict=False)), **kwargs}
-    return [given.pop(each) for each in takewhile(given.__contains__, names)], given
-
-
-def _value(rule: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-    args, kwargs = map_arg((args, kwargs), lambda operand: operand.meta["example_value"])
-    mode = torch_compat.detect_fake_mode(each for each in args if isinstance(each, Tensor))
-    assert mode is not None, "what Dynamo captures are fake tensors"
-    with mode:
-        return rule(*args, **kwargs)

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.fx import GraphModule, Node
 
 from collage_fx.graph import InputInfo, Role
-from collage_fx.state import KnownTensor
+from collage_fx.state import KnownTensor, note_bound
 from collage_fx.torch_compat import aot_input_of, has_storage, records, sharding_of, storage_of, symbol_source
 
 
@@ -65,6 +65,8 @@ def describe_input(value: Any, fallback: str, known: Mapping[int, KnownTensor], 
     """
     if not isinstance(value, Tensor):
         return _describe_number(fallback, value)
+    if bound:
+        note_bound(value)
     pieces = sharding_of(value)
     is_made = records.has(value, MadeInStep)
     facts: dict[str, Any] = {

@@ -334,7 +334,7 @@ class Matcher(TorchFunctionMode):
         if kind is Number:
             return self._numbers[template]
         if kind is list:
-            return template[0](map(self._value, template[1:]))
+            return template[0]([*map(self._value, template[1:])])
         return template
 
     def _results_so_far(self) -> dict[int, Place]:
@@ -530,13 +530,15 @@ class Matcher(TorchFunctionMode):
         return result
 
     def _called(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-        self._recorder.called_at = len(self._recorder.segment.operations)
+        self._recorder.called, self._recorder.called_at = func, len(self._recorder.segment.operations)
         if func == _SET_DATA and Spec.of(args[0]) == Spec.of(args[1]):
             return args[0].copy_(args[1])
         if (fused := fused_operator(func)) is not None:
             return run_unfused(fused, args, kwargs)
         if func is Tensor.__deepcopy__ and type(args[0]) in (Tensor, Deferred):
             return args[0].detach().clone()
+        if func in _MATMUL and not kwargs and [each.dim() for each in args] == [1, 2]:
+            return (args[0].unsqueeze(0) @ args[1]).squeeze(0)  # torch would change the result's layout
         if func == _SET_DATA or (func in _OF_MEMORY and self._is_in_segment(func, args)):
             self._recorder.flush()
         return func(*args, **kwargs)
@@ -565,7 +567,7 @@ class Matcher(TorchFunctionMode):
                 return self._meet(value)
             self._is_noting = False
             return None
-        if kind is list or kind is tuple:
+        if kind is list or kind is tuple or kind.__module__ == "torch.return_types":
             return [kind, *(self._template(each, of_other) for each in value)]
         return of_other(value)
 
@@ -654,6 +656,7 @@ class Matcher(TorchFunctionMode):
 
 
 _SET_DATA = Tensor.data.__set__  # type: ignore[attr-defined]
+_MATMUL = frozenset((torch.matmul, Tensor.matmul, Tensor.__matmul__))
 _OF_MEMORY = frozenset(
     getattr(Tensor, name)
     for name in (

@@ -104,7 +104,8 @@ class Recorder(torch_compat.TorchDispatchMode):
         #: referenced, and its components without their tensors.
         self.flushed: list[tuple[Segment, Sequence[int], Sequence[Part]]] = []
         self.executed = 0  # number of operations that have been executed at once, without views
-        self.called_at = 0  # number of operations that are older than the function call under way
+        self.called: Any = None  # function of torch whose call is under way
+        self.called_at = 0  # number of operations that are older than that call
         self.interrupted: Callable[[], None] = lambda: None  # called before each operation
         self._executed: list[Deferred] = []
         self._viewed: dict[int, Tensor] = {}
@@ -188,8 +189,8 @@ class Recorder(torch_compat.TorchDispatchMode):
                 return self._record(signature, args, kwargs)
             if not is_index_of_integers(func, args):
                 return self._execute_now(signature, args, kwargs)
-        if func is aten.scalar_tensor.default and len(self.segment.operations) > self.called_at:
-            return self._record(signature, args, kwargs)  # within a function such as cosine_similarity
+        if func is aten.scalar_tensor.default and self.called is not torch.scalar_tensor:
+            return self._record(signature, args, kwargs)  # within another function, such as where
         if self._has_its_values(signature, args, kwargs):
             return self._call(signature, args, kwargs)
         if signature.element_rule is not None:
@@ -208,6 +209,8 @@ class Recorder(torch_compat.TorchDispatchMode):
 
     def _call(self, signature: Signature, args: Any, kwargs: dict[str, Any]) -> Any:
         """Execute an operation on real tensors, after the recorded operations that it depends on."""
+        if signature.reads_no_values and signature.results == (("new", ""),):  # such as those of randn_like
+            args, kwargs = map_aggregate((args, kwargs), _of_its_layout)
         tensors = [*found_in(Tensor, [*args, *kwargs.values()])]
         depends = any(type(tensor) is Deferred for tensor in tensors)
         if not (depends or signature.reads_no_values):
@@ -503,6 +506,11 @@ class Recorder(torch_compat.TorchDispatchMode):
 def is_recording() -> bool:
     """Return whether operations that this thread calls are being recorded."""
     return _is_recording.get()
+
+
+def _of_its_layout(argument: Any) -> Any:
+    """Return a tensor without values for a deferred tensor; anything else unchanged."""
+    return argument.spec.empty() if type(argument) is Deferred else argument
 
 
 def _storage_of(tensor: Tensor) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from array import array
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import partial
@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 from torch.utils.weak import TensorWeakRef
 
 from collage_fx.errors import LostErrorTermsError
@@ -19,7 +20,14 @@ from collage_fx.graph import InputInfo
 from collage_fx.numerics import ErrorFormat
 from collage_fx.runtime.calls import Present
 from collage_fx.runtime.layouts import Expected, Layouts, picking, refuse_layout
-from collage_fx.state import ErrorTermRecord, ensure_record, holds_more, note_new, records_version
+from collage_fx.state import (
+    ErrorTermRecord,
+    ensure_record,
+    holds_more,
+    note_new,
+    only_in_state,
+    records_version,
+)
 from collage_fx.torch_compat import Sharding, boxed_call, local_tensor
 
 #: Patterns of gradients that a step remembers.
@@ -115,8 +123,10 @@ class WholeStep:
         gradients: Mapping[int, int],  # index of a gradient that Dynamo does not pass -> of its parameter
         members: Sequence[Member],  # in the order of ``Repetition.members``, if members come and go
         distributed: Mapping[int, Sharding],  # of DTensors by index; the step takes this process's shards
+        numbers: Callable[..., Any] | None = None,  # that it returns, of the arguments; None for a tensor
     ) -> None:
         self.step = step
+        self.numbers = numbers
         self.bound = bound
         self.owners = [bound[parameter] for parameter in gradients.values()]
         behind = range(len(bound), len(bound) + passed + len(gradients))
@@ -133,6 +143,14 @@ class WholeStep:
         self.distributed = [(i, pieces if i >= len(bound) else None) for i, pieces in distributed.items()]
 
     def __call__(self, *arguments: Any) -> Any:
+        tensors = self._stepped(arguments)
+        if self.numbers is None:
+            return tensors
+        left = iter(tensors)
+        return tuple([next(left) if each is None else each for each in self.numbers(*arguments)])
+
+    def _stepped(self, arguments: Sequence[Any]) -> Sequence[Any]:
+        """Take the step; return the tensors that it returns."""
         gradients = [parameter.grad for parameter in self.owners]
         values = [*self.bound, *self.in_order([*arguments, *gradients])]
         stand_ins = STAND_INS.get()
@@ -165,22 +183,35 @@ class MakingStep:
     """Step that is given memory for the state that it makes: Note [State is born with its error term].
 
     ``step`` takes a list with its inputs and then the new tensors. ``made`` has, for each result that is a
-    new tensor, a tensor of its layout, in the order of the inputs.
+    new tensor, a tensor of its layout, in the order of the inputs. A tensor that the last call has made, and
+    that is in the state of one of the ``optimizers`` alone, is made again if the step does not read it.
     """
 
-    def __init__(self, step: Callable[[list[Any]], Any], made: Mapping[int, Tensor]) -> None:
+    def __init__(
+        self,
+        step: Callable[[list[Any]], Any],
+        made: Mapping[int, Tensor],
+        optimizers: Iterable[Optimizer],
+    ) -> None:
         self.step = step
+        self._optimizers = [*map(weakref.ref, optimizers)]
+        self._last: dict[int, TensorWeakRef] = {}
         self.made = {
             i: partial(torch.empty_strided, like.shape, like.stride(), dtype=like.dtype, device=like.device)
             for i, like in made.items()
         }
 
     def __call__(self, arguments: list[Any]) -> Any:
-        new = {result: empty() for result, empty in self.made.items()}
+        known = only_in_state(self._last, self._optimizers)
+        given = set(map(id, arguments)) if known else ()
+        again = {result: tensor for result, tensor in known.items() if id(tensor) not in given}
+        new = {i: again[i] if i in again else empty() for i, empty in self.made.items()}
         results = list(self.step([*arguments, *new.values()]))
         arguments.clear()
         for result, tensor in new.items():
-            note_new(tensor)
+            if result not in again:
+                note_new(tensor)
+                self._last[result] = TensorWeakRef(tensor)
             results[result] = tensor
         return tuple(results)
 

@@ -47,9 +47,11 @@ from collage_fx.state.optimizers import (
 from collage_fx.state.packed import is_packed, unpack
 from collage_fx.state.replaced_state import (
     holds_the_same,
+    note_bound,
     note_held,
     note_step,
     noting_steps,
+    only_in_state,
     settle_replaced,
     stepped_optimizers,
 )

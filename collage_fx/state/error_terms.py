@@ -450,9 +450,8 @@ def ensure_record(
                     spec.fitted(each, piece.device) for spec, each in zip(specs, buffers, strict=True)
                 )
             # Filled on the device: a number that is uploaded is waited for.
-            first = torch_compat.start_of_shard(tensor)
-            start = torch.full((), first, dtype=torch.int64, device=piece.device)
-            start = start.to(torch.int32)  # modulo 2**32
+            first = (torch_compat.start_of_shard(tensor) + 2**31) % 2**32 - 2**31
+            start = torch.full((), first, dtype=torch.int32, device=piece.device)
         owner = TensorWeakRef(tensor)
         made = ErrorTermRecord(error_format, tensor.dtype, mine, start, owner, is_passing=is_passing)
         _BY_OBJECT[tensor] = made

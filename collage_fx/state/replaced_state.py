@@ -13,9 +13,10 @@ gets the error terms of the elements that it has in common with the old one.
 
 from __future__ import annotations
 
+import functools
 import sys
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import chain
 from operator import getitem, is_
 from typing import Any, NamedTuple
@@ -46,6 +47,10 @@ class _Slot(NamedTuple):
     value: Any
 
 
+#: References to a state tensor: of its slot, of the slot and the list of values in a snapshot, of the count.
+_REFERENCES = 4
+
+
 class _Held:
     """Snapshot of the values that an optimizer holds.
 
@@ -65,8 +70,18 @@ class _Held:
         looked_at = [slot for slot in self.slots if type(slot.container) is not type(optimizer.state)]
         self._look = [slot.container for slot in looked_at], [slot.key for slot in looked_at]
         self._values = [slot.value for slot in looked_at]
-        # Local lists of the values would be counted.
+        self.counts: list[int] = []
+
+    def count_references(self) -> None:
+        """Count the references to the values; local lists, and earlier snapshots, would be counted."""
         self.counts = [sys.getrefcount(slot.value) for slot in self.slots]
+
+    @functools.cached_property
+    def alone(self) -> dict[int, int]:
+        """``id`` of each state tensor that only slot and snapshot reference -> its reference count."""
+        checked = {id(tensor) for part in self.written.state for tensor in part}
+        counted = ((id(slot.value), count) for slot, count in zip(self.slots, self.counts, strict=True))
+        return {each: count for each, count in counted if count == _REFERENCES + (each in checked)}
 
     def is_complete(self, optimizer: Optimizer) -> bool:
         """Return whether all values are still in their slots. It takes some 50 ns for each tensor."""
@@ -131,6 +146,33 @@ def _slots_at(name: str, container: Any, key: Any) -> Iterator[_Slot]:
             yield from _slots_at(f"{name}.{inner}", value, inner)
 
 
+def only_in_state(
+    tensors: Mapping[int, TensorWeakRef], optimizers: Iterable[weakref.ref[Optimizer]]
+) -> dict[int, Tensor]:
+    """Return the tensors, by key, that are state, and that nothing else references, nor their memory."""
+    found = {}
+    for optimizer in (each for reference in optimizers if (each := reference()) is not None):
+        held = torch_compat.records.find(optimizer, _Held)
+        if held is None or not held.alone or not held.is_complete(optimizer):
+            continue
+        for key, reference in tensors.items():
+            tensor = reference()
+            count = held.alone.get(id(tensor))
+            is_alone = count is not None and sys.getrefcount(tensor) == count + 1  # of the local variable
+            if is_alone and not torch_compat.shares_memory(tensor):
+                found[key] = tensor
+    return found
+
+
+class _Bound:
+    """Part of the record of a tensor that compiled code holds: a new object would be none to the code."""
+
+
+def note_bound(tensor: Tensor) -> None:
+    """Note that compiled code holds a tensor as its own."""
+    torch_compat.records.put(tensor, _Bound())
+
+
 class _Parameters:
     """Parameters in all snapshots: ``version`` is replaced when a snapshot has others than before."""
 
@@ -140,11 +182,11 @@ class _Parameters:
 def note_held(optimizer: Optimizer) -> None:
     """Take a snapshot of the values that an optimizer holds now."""
     before = torch_compat.records.drop(optimizer, _Held)
-    written = None if before is None else before.written
-    del before  # its references would be counted
     held = torch_compat.records.put(optimizer, _Held(optimizer))
-    if written is None or not held.written.take_over(written):
+    if before is None or not held.written.take_over(before.written):
         _Parameters.version = object()
+    del before
+    held.count_references()
 
 
 def holds_the_same(optimizer: Optimizer) -> bool:
@@ -249,13 +291,26 @@ def settle_replaced(optimizer: Optimizer) -> None:
     """
     for tensor, device in torch_compat.records.drop(optimizer, _MovedAway) or ():
         _move(tensor, device, is_state=True)
+    if (names := _names_of_lost(optimizer)) is None:
+        return
+    note_held(optimizer)  # counts references: no variable here may hold a value
+    if names:
+        warn(
+            f"{some(names)} of {type(optimizer).__name__} has been replaced by another tensor of other "
+            "values, which begins without error terms; collage_fx.assign(tensor, value) writes a value with "
+            "all its bits"
+        )
+
+
+def _names_of_lost(optimizer: Optimizer) -> list[str] | None:
+    """Return the names of replaced tensors to warn of, None if there are none; move their memory before."""
     held = torch_compat.records.find(optimizer, _Held)
     if held is None:
-        return
+        return None
     is_complete = held.is_complete(optimizer)
     held.written.settle(is_in_place=is_complete)
     if is_complete:
-        return
+        return None
     now = {slot.name: slot for slot in _slots_of(optimizer) if slot.name}
     there, known = ({id(slot.value) for slot in slots} for slots in (now.values(), held.slots))
     replaced = [
@@ -263,25 +318,26 @@ def settle_replaced(optimizer: Optimizer) -> None:
         for old, count in zip(held.slots, held.counts, strict=True)
         if old.name in now and id(old.value) not in there and id(now[old.name].value) not in known
     ]
+    replaced = [each for each in replaced if not _is_step_made(each[0].value, each[1].value)]
     taken_over = _in_the_same_object(replaced) if held.is_free_of_others(optimizer) else set()
-    written = []
+    lost = []
     for i, (old, new, _) in enumerate(replaced):
         if i in taken_over:
             keeps_all = move_into(old.value, new.value)
             new.container[new.key] = old.value
         else:
             keeps_all = hand_over(old.value, new.value, name=new.name)
-        if not keeps_all and old.name in held.formats:
-            written.append(new)
-    note_held(optimizer)
-    with torch_compat.real_tensors():
-        names = [slot.name for slot in written if torch_compat.local_tensor(slot.value.detach()).any()]
-    if names:
-        warn(
-            f"{some(names)} of {type(optimizer).__name__} has been replaced by another tensor of other "
-            "values, which begins without error terms; collage_fx.assign(tensor, value) writes a value with "
-            "all its bits"
-        )
+        with torch_compat.real_tensors():
+            is_zero = keeps_all or not torch_compat.local_tensor(new.value.detach()).any()
+        if not is_zero and old.name in held.formats:
+            lost.append(new.name)
+    return lost
+
+
+def _is_step_made(old: Tensor, new: Tensor) -> bool:
+    """Return whether a new tensor can stay: a step has made it, with its own error terms."""
+    is_bound = torch_compat.records.has(old, _Bound)
+    return not is_bound and (record_of(old) is None or record_of(new) is not None)
 
 
 def _settle_read(tensor: Tensor) -> None:

@@ -50,8 +50,8 @@ class WriteDetector:
         self.tensors = [tensor for _, tensor in parameters]
         self._positions = {id(tensor): i for i, tensor in enumerate(self.tensors)}
         # Lists that stay: reference counts tell whether the program holds a tensor.
-        self._state = [[tensor for _, tensor in state[i::TURNS]] for i in range(min(TURNS, len(state)))]
-        self._state_names = [[name for name, _ in state[i::TURNS]] for i in range(len(self._state))]
+        self.state = [[tensor for _, tensor in state[i::TURNS]] for i in range(min(TURNS, len(state)))]
+        self._state_names = [[name for name, _ in state[i::TURNS]] for i in range(len(self.state))]
         self._turn = 0
         self._looked_at: list[Tensor] = []
         self._state_versions: list[int] = []
@@ -83,9 +83,9 @@ class WriteDetector:
             self._strides = [each.stride() for each in self.tensors]
             self._elements = self._sampled()
         self._versions, self._noted_at = [*map(version_of, self.tensors)], next_event()
-        if self._state:
-            self._turn = (self._turn + 1) % len(self._state)
-            self._looked_at = self._state[self._turn]
+        if self.state:
+            self._turn = (self._turn + 1) % len(self.state)
+            self._looked_at = self.state[self._turn]
             self._state_versions = _versions_of(self._looked_at)
         for i, copy in self._copies.items():
             copy.copy_(local_tensor(self.tensors[i].detach()))
@@ -109,7 +109,7 @@ class WriteDetector:
         i = self._position_of(tensor)
         if i is not None and self._versions:
             return self._is_as_left(i)
-        return any(each is tensor for part in self._state for each in part)
+        return any(each is tensor for part in self.state for each in part)
 
     def hi_of_last_step(self, tensor: Tensor) -> Tensor | None:
         """Return the value that the last step has left in a parameter: a copy, or the unchanged parameter.

@@ -162,6 +162,7 @@ if TYPE_CHECKING or is_used(__name__):
             references_by_torch,
             schema_of,
             sharding_of,
+            shares_memory,
             start_of_shard,
             storage_of,
             take_data,

@@ -16,7 +16,6 @@ from functorch.compile import config as functorch_config
 from torch._inductor import config as inductor_config
 from torch._inductor import list_mode_options
 from torch._inductor.compile_fx import compile_fx, compile_fx_inner
-from torch._inductor.cpu_vec_isa import pick_vec_isa
 from torch._inductor.decomposition import select_decomp_table
 from torch._inductor.exc import CppCompileError
 from torch._inductor.lowering import register_lowering
@@ -84,8 +83,7 @@ def inductor_compile_as_it_is(gm: torch.fx.GraphModule, example_inputs: Sequence
     """
     add_to_cache_key(gm, revision=_revision())
     if any(isinstance(each, torch.Tensor) and each.device.type == "cpu" for each in example_inputs):
-        isa = pick_vec_isa()
-        add_to_cache_key(gm, vectors=(str(isa), isa.bit_width()))
+        add_to_cache_key(gm, vectors=torch.backends.cpu.get_cpu_capability())
     _write_factors_out(gm.graph)
     # AOTAutograd's decompositions: newer versions of Inductor refuse an operator that is in them and has no
     # kernel, and do not cache the graph. Ours contain operators of which only some calls are decomposed.

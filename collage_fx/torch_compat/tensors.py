@@ -20,6 +20,7 @@ RELIED_ON = (
     "torch:Tensor has _base, _make_wrapper_subclass, _use_count",
     "torch._dynamo:mark_static_address(t, guard)",
     "torch._C:DisableTorchFunctionSubclass",
+    "torch._C:_storage_Use_Count",
     "torch._C:_is_torch_function_mode_enabled",
     "torch._C._dynamo.guards:TensorGuards",
     "torch.distributed.tensor:DTensor.__create_chunk_list__(self)",
@@ -76,6 +77,11 @@ def is_held_by_torch(tensor: torch.Tensor) -> bool:
     return tensor._use_count() > 1  # type: ignore[attr-defined]
 
 
+def shares_memory(tensor: torch.Tensor) -> bool:
+    """Return whether something else than a plain tensor has its memory, such as a view or a NumPy array."""
+    return _counts_of_memory(tensor) != _OF_TENSOR
+
+
 def references_by_torch(tensor: torch.Tensor) -> int:
     """Return the number of references to a tensor that Python counts, but that are torch's: 0 or 1."""
     return int(_PYTHON_COUNTS_TORCH and is_held_by_torch(tensor))
@@ -91,6 +97,16 @@ def _python_counts_torch() -> bool:
 
 
 _PYTHON_COUNTS_TORCH = _python_counts_torch()
+
+
+def _counts_of_memory(tensor: torch.Tensor) -> tuple[int, int]:
+    """Return how often a tensor's memory is referenced by torch, and how often by Python."""
+    memory = tensor.untyped_storage()
+    return torch._C._storage_Use_Count(memory._cdata), sys.getrefcount(memory)
+
+
+#: Counts of memory that nothing but a tensor has.
+_OF_TENSOR = _counts_of_memory(torch.empty(1))
 
 
 def has_internal_overlap(tensor: torch.Tensor) -> bool:

@@ -13,7 +13,7 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from collage_fx import full_value, install
-from collage_fx.capture.families import PREFIX
+from collage_fx.capture.lists import PREFIX
 from collage_fx.capture.recording import is_recorded
 from tests.support.training import Descent
 from tests.support.twin import TwinBackend

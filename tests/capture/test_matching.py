@@ -355,6 +355,32 @@ def test_values_and_numbers_within_a_call_leave_each_segment_matched(kind: str) 
     both_ways(update)
 
 
+@pytest.mark.parametrize(
+    "scaled",
+    [
+        lambda g: torch.where(g > 0, g, 0.25),
+        lambda g: g * torch.max(g.abs().reshape(1, -1), 1).values.reshape(()),
+        lambda g: g * (g.float().reshape(-1) @ g.float().reshape(-1, 1)).reshape(()),
+        lambda g: g * torch.matmul(g.float().reshape(-1), g.float().reshape(-1, 1)).reshape(()),
+        lambda g: g + 1e-3 * torch.randn_like(g * 2),
+        lambda g: g + torch.zeros_like(g * 2),
+    ],
+    ids=["where", "max", "operator @", "matmul", "randn_like", "zeros_like"],
+)
+def test_what_torch_does_within_a_call_ends_no_segment(scaled: Callable[[Tensor], Tensor]) -> None:
+    """A number as a tensor, several results, a result of another layout, an operand for its layout alone."""
+
+    def update(p: Tensor, g: Tensor, state: dict[str, Any], step: int, lr: float) -> None:
+        p.add_(scaled(g).to(p.dtype), alpha=-lr)
+
+    optimizer = recorded(update)
+    train(optimizer, range(4))
+    with steps_matched() as count:
+        train(optimizer, [4])
+    assert count[0] == 1
+    both_ways(update)
+
+
 # Changes that have to be seen. -----------------------------------------------------------------------------
 
 

@@ -169,9 +169,9 @@ def without_pinning() -> Iterator[None]:
         yield
 
 
-def compiled_for_vectors(isa: Any) -> AbstractContextManager[Any]:
+def compiled_for_vectors(kind: str) -> AbstractContextManager[Any]:
     """Context manager: this machine has these vectors."""
-    return mock.patch("collage_fx.torch_compat.inductor.pick_vec_isa", return_value=isa)
+    return mock.patch("torch.backends.cpu.get_cpu_capability", return_value=kind)
 
 
 def meta_device_as(kind: str) -> AbstractContextManager[Any]:

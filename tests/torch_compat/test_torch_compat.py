@@ -17,7 +17,6 @@ from torch._dynamo.exc import TensorifyScalarRestartAnalysis
 from torch._dynamo.symbolic_convert import TensorifyState
 from torch._dynamo.utils import counters
 from torch._inductor.cpp_builder import CppBuilder
-from torch._inductor.cpu_vec_isa import VecAVX2, VecAVX512
 from torch._inductor.exc import CppCompileError
 from torch._inductor.utils import fresh_cache
 
@@ -185,11 +184,11 @@ def test_code_for_another_machines_vectors_is_not_found_in_a_cache() -> None:
     """Which Inductor takes for its own: AVX-512 code that is compiled for AVX2 computes something else."""
     hits = []
     with fresh_cache():
-        for isa in (VecAVX512(), VecAVX512(), VecAVX2()):
+        for kind in ("AVX512", "AVX512", "AVX2"):
             torch._dynamo.reset()
             counters.clear()
             params = parameters(shapes=[(3,)])
-            with compiled_for_vectors(isa):
+            with compiled_for_vectors(kind):
                 run_steps(torch.compile(Descent(params).step, backend=CollageBackend()), params, [0])
             hits.append(counters["inductor"]["fxgraph_cache_hit"])
     assert [bool(count) for count in hits] == [False, True, False]

@@ -108,7 +108,7 @@ class AuxiliarySpec(NamedTuple):
 
     def zeros(self, device: torch.device) -> Tensor:
         """Make a tensor of zeros by this specification."""
-        if self.stride is None:
+        if self.stride is None or not self.shape:
             return torch.zeros(self.shape, dtype=self.dtype, device=device)
         return torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=device).zero_()
 
