@@ -31,7 +31,7 @@ from collage_fx.numerics import ERROR_FORMATS, WEIGHT_FORMATS, ErrorFormat, shor
 from collage_fx.options import Options
 from collage_fx.options.budgets import TOLERANCE, Budget, best_budget, budgets_for, budgets_for_parts
 from collage_fx.pipeline import ANALYSIS, SUMMING, in_float32, run_pipeline
-from collage_fx.runtime import STAND_INS, MakingStep, Member, WholeStep
+from collage_fx.runtime import STAND_INS, MakingStep, Member, WholeStep, with_numbers
 from collage_fx.torch_compat import local_tensor, needs_autograd, storage_of, traced_frame_name
 
 log = logging.getLogger("collage_fx")
@@ -129,6 +129,8 @@ class Compilation:
         self.subject = self.backend.label([*self.optimizers.values()]) or traced_frame_name() or "step"
         self.request = capture.Request(self.backend, {"mode": self.mode}, self.options.strict)
         self.left_alone = False
+        #: Function of the arguments, if Dynamo's graph returns numbers, which ``module`` does not.
+        self.returned_numbers: Callable[..., Any] | None = None
         #: Parameters that the step updates.
         self.updated: list[torch.Tensor] = []
         #: Positions of arguments that may be weights of optimizers not known yet, and are read without terms.
@@ -154,6 +156,7 @@ class Compilation:
             if any([*map(state.unpack, (*self.module.parameters(), *self.arguments))]):
                 raise torch_compat.ConvertAgain  # weights that the trace of a function has decoded
             self._read_numbers_in_python()
+            self.module, self.returned_numbers = capture.without_numbers(self.module)
             step = self._by_family(needs_grad=needs_grad)
             if self.only_by_family and isinstance(step, Reason):
                 raise capture.NotByFamily(str(step))
@@ -202,6 +205,7 @@ class Compilation:
     def _noting(self, step: Callable[..., Any], optimizers: Sequence[Optimizer]) -> Callable[..., Any]:
         """Wrap a step so that its writes are known to be its own; a recorded step does so as a whole."""
         updated, self.updated = self.updated, []
+        step = step if self.returned_numbers is None else with_numbers(step, self.returned_numbers)
         step = step if self.recorded else state.noting_steps(step, optimizers, updated)
         return _warning_of_terms(step, self.read_rounded, self.subject) if self.read_rounded else step
 
@@ -322,9 +326,7 @@ class Compilation:
             Member(*pair, frozenset(repetition.inputs_of(*place)), families.inputs[pair[0]].dtype)
             for pair, place in places
         ]
-        return WholeStep(
-            step, bound, passed, indices, gradients, members, families.distributed, families.numbers
-        )
+        return WholeStep(step, bound, passed, indices, gradients, members, families.distributed)
 
     def _step_of_one(
         self, not_by_family: Reason, gm: GraphModule, example_inputs: Sequence[Any], **inductor_options: Any

@@ -3,7 +3,7 @@
 from collage_fx.capture.compiled import NotByFamily, note_write
 from collage_fx.capture.families import Families, families_of
 from collage_fx.capture.inputs import describe_input, describe_inputs
-from collage_fx.capture.numbers import decompositions
+from collage_fx.capture.numbers import decompositions, without_numbers
 from collage_fx.capture.recording import RecordedPart, Request
 from collage_fx.capture.refusals import (
     first_overlap,

@@ -66,8 +66,6 @@ class Families:
     repetition: Repetition  # of the inputs of ``module``, in the order of ``origins``, and of its results
     own_numbers: Sequence[Any]  # symbolic numbers in ``module`` that stand for those of other members
     symbols_left_out: frozenset[str]  # of these other numbers
-    #: Function of the arguments, if the step returns numbers: it returns these, and None for each tensor.
-    numbers: Callable[..., Any] | None = None
 
 
 #: ``(inputs, names, number of bound inputs)`` -> for each its description, and facts that equal inputs share.
@@ -140,9 +138,6 @@ class _Search:
         self.index |= {node: argument_indices[node.name] for node in placeholders}
         #: Nodes that are numbers computed from inputs and other numbers alone.
         self.numbers: set[Node] = set()
-        for node in filter(_is_scalar, gm.graph.nodes):
-            if all(each in self.numbers or each in self.index for each in node.all_input_nodes):
-                self.numbers.add(node)
         self._computed: dict[Node, tuple[Hashable, tuple[int, ...]]] = {}
         self._known: dict[Hashable, int] = {}
         #: Symbol of each input, with its role and facts about its record.
@@ -181,27 +176,11 @@ class _Search:
                 return Reason.at(node, "it has no operands and makes neither a tensor nor a number")
         for result in self._returned():
             if not (isinstance(result, Node) and _is_tensor(result)):
-                return Reason("the step returns something else than tensors and numbers", str(result))
+                return Reason("the step returns something else than tensors", str(result))
         return None
 
     def _returned(self) -> list[Any]:
-        """Return all values that the graph returns, but for numbers."""
-        found = torch_compat.pytree.tree_leaves(self.gm.graph.output_node().args)
-        return [each for each in found if each not in self.numbers]
-
-    def _returned_numbers(self) -> GraphModule | None:
-        """Return a function of the arguments, if the step returns numbers: of these, and None for tensors."""
-        found = torch_compat.pytree.tree_leaves(self.gm.graph.output_node().args)
-        if self.numbers.isdisjoint(found):
-            return None
-        body = Graph()
-        copied: dict[Node, Node] = {}
-        for node in self.gm.graph.nodes:
-            if node.op == "placeholder" or node in self.numbers:
-                copied[node] = body.node_copy(node, copied.__getitem__)
-        body.output(tuple(map(copied.get, found)))
-        body.eliminate_dead_code()
-        return GraphModule({}, body)
+        return list(torch_compat.pytree.tree_leaves(self.gm.graph.output_node().args))
 
     def families(self, *, own_numbers: bool) -> list[list[_Component]]:
         """Group the components by family; families come in the order of their first components."""
@@ -312,8 +291,11 @@ class _Search:
     def _components(self) -> list[_Component]:
         operations = []
         for node in self.gm.graph.nodes:
-            is_call = node.op in ("call_function", "call_method")
-            if is_call and node.target is not SET_GRAD_ENABLED and node not in self.numbers:
+            if node.op not in ("call_function", "call_method") or node.target is SET_GRAD_ENABLED:
+                continue
+            if _is_scalar(node) and all(n in self.numbers or n in self.index for n in node.all_input_nodes):
+                self.numbers.add(node)
+            else:
                 operations.append(node)
         returned = set(self._returned())
         found = []
@@ -444,7 +426,6 @@ class _Search:
             repetition,
             [value for node, value in symbolic.items() if not own.isdisjoint(self._number(node)[1])],
             torch_compat.symbols_of(symbolic.values()) - left_in if own else frozenset(),
-            self._returned_numbers(),
         )
 
     def _shapes(self, family: list[_Component]) -> tuple[torch.Size, ...]:

@@ -29,9 +29,18 @@ from numbers import Integral, Real
 from typing import Any
 
 import torch
+from torch.fx import Graph, GraphModule, Node
 from torch.optim import Optimizer
 
-from collage_fx.graph import OPERATORS, composite_of, facts_of, foreach_calls, foreach_name, foreach_rule
+from collage_fx.graph import (
+    OPERATORS,
+    composite_of,
+    copy_of,
+    facts_of,
+    foreach_calls,
+    foreach_name,
+    foreach_rule,
+)
 from collage_fx.state import carry_along
 from collage_fx.torch_compat import Place, functional_decompositions, pytree, records, schema_of
 
@@ -47,6 +56,41 @@ class _Numbers:
 
     first: dict[Place, Real] = field(default_factory=dict)  # when the step was first traced with the number
     changed: Sequence[Place] = ()  # according to its checkpoint; places in state are without the parameter
+
+
+def without_numbers(gm: GraphModule) -> tuple[GraphModule, GraphModule | None]:
+    """Return a captured graph without the numbers that it returns, and a function of its arguments for these.
+
+    ``group["step"] += 1`` makes Dynamo return the sum. The function returns the numbers, and None for each
+    other result. Numbers that follow from tensors which the graph may write to stay where they are.
+    """
+    numbers: set[Node] = set()
+    for node in gm.graph.nodes:
+        given = [each for each in node.all_input_nodes if each not in numbers]
+        are_read = all(each.op == "placeholder" and all(map(_is_number, each.users)) for each in given)
+        if _is_number(node) and are_read and node.op in ("placeholder", "call_function", "call_method"):
+            numbers.add(node)
+    results = pytree.tree_leaves(gm.graph.output_node().args)
+    if numbers.isdisjoint(results):
+        return gm, None
+    body = Graph()
+    copied: dict[Node, Node] = {}
+    for node in gm.graph.nodes:
+        if node.op == "placeholder" or node in numbers:
+            copied[node] = body.node_copy(node, copied.__getitem__)
+    body.output(tuple(copied[each] if each in numbers else None for each in results))
+    body.eliminate_dead_code()
+    others = copy_of(gm)
+    left = pytree.tree_leaves(others.graph.output_node().args)
+    kept = tuple(each for each, result in zip(left, results, strict=True) if result not in numbers)
+    others.graph.output_node().args = (kept,)
+    others.recompile()
+    return others, GraphModule({}, body)
+
+
+def _is_number(node: Node) -> bool:
+    value = node.meta.get("example_value")
+    return isinstance(value, (int, float, torch.SymInt, torch.SymFloat, torch.SymBool))
 
 
 def scheduled_numbers(optimizer: Optimizer) -> Iterator[Place]:

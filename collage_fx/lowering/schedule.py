@@ -15,15 +15,15 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.fx import Graph, GraphModule, Node
+from torch.fx import GraphModule, Node
 
 from collage_fx.errors import FailedLoweringError, warn
-from collage_fx.graph import ONCE, Reason, Repetition, device_facts, is_copy_to_input, placeholders, reached
+from collage_fx.graph import ONCE, Reason, Repetition, device_facts, is_copy_to_input, placeholders
 from collage_fx.lowering.islands import cut
 from collage_fx.lowering.kernels import fault_of_library, kernel_of
 from collage_fx.lowering.parts import Part, parts_of
 from collage_fx.lowering.rules import Rule, rule_of
-from collage_fx.runtime import HOST, NO_MEMBER, Call, Kernel, Plan, ValueIndex, bytes_of, in_rounds, limit_on
+from collage_fx.runtime import HOST, NO_MEMBER, Call, Kernel, Plan, bytes_of, in_rounds, limit_on
 from collage_fx.torch_compat import inductor_config, pytree
 
 #: Stands, with a device, for the place of the first element of tensors as a whole in a plan's values.
@@ -47,6 +47,10 @@ def lower_in_parts(gm: GraphModule, *, always: bool = False) -> Plan | Reason:
         remedy = "install g++ and Python's headers, or set CXX; otherwise please report this message"
         warn(FailedLoweringError(f"{met}. Each step is slower", where="a step on a GPU", remedy=remedy))
         return Reason(met)
+    for value in pytree.tree_leaves(gm.graph.output_node().args):
+        is_computed = isinstance(value, Node) and value.op == "call_function"
+        if is_computed and isinstance(value.meta["val"], (torch.SymInt, torch.SymFloat)):
+            return Reason.at(value, "the step returns a number that follows from a tensor")
     planned: list[_Planned] = []
     made: dict[Node, int] = {}
     last_read: dict[Node, int] = {}
@@ -102,14 +106,10 @@ def _plan(gm: GraphModule, planned: Sequence[_Planned]) -> Plan:
     placed = list(dict.fromkeys(rule.device for _, rule, *_ in planned if rule.is_placed))
     attributes = list(gm.graph.find_nodes(op="get_attr"))
     results = list(dict.fromkeys(value for part, *_ in planned for value in part.results))
-    numbers = _numbers(gm.graph, outputs)
     columns = list(dict.fromkeys(rule.columns for _, rule, *_ in planned if rule.columns))
     given = [*((FIRST, device) for device in placed), *((COLUMNS, number) for number in columns)]
-    values: list[Any] = [*arguments, *lengths, *given, *attributes, *results, *numbers]
+    values: list[Any] = [*arguments, *lengths, *given, *attributes, *results]
     indices = {value: index for index, value in enumerate(values)}
-
-    def operand(argument: Any) -> Any:
-        return ValueIndex(indices[argument]) if isinstance(argument, Node) else argument
 
     def call(part: Part, rule: Rule, kernel: Kernel, wave: int) -> Call:
         length = [indices[rule.length]] if rule.flat else []
@@ -131,22 +131,9 @@ def _plan(gm: GraphModule, planned: Sequence[_Planned]) -> Plan:
             *(getattr(gm, str(node.target)) for node in attributes),
         ],
         [(tuple(v.shape), tuple(v.stride()), v.dtype, v.device) for v in memory],
-        [(node.target, tuple(map(operand, node.args))) for node in numbers],  # type: ignore[misc]
         list(itertools.starmap(call, planned)),
         [None if value is None else indices[value] for value in returned],
     )
-
-
-def _numbers(graph: Graph, outputs: Sequence[Any]) -> list[Node]:
-    """Return the nodes that compute the symbolic numbers among a graph's outputs, operands first."""
-
-    def is_computed(value: Any) -> bool:
-        is_call = isinstance(value, Node) and value.op == "call_function"
-        return is_call and isinstance(value.meta["val"], (torch.SymInt, torch.SymFloat))
-
-    wanted = set(filter(is_computed, outputs))
-    wanted |= reached(wanted, lambda node: filter(is_computed, node.all_input_nodes))
-    return [node for node in graph.nodes if node in wanted]
 
 
 def repeated(plan: Plan, repetition: Repetition) -> Plan | Reason:
@@ -158,7 +145,7 @@ def repeated(plan: Plan, repetition: Repetition) -> Plan | Reason:
     calls = _calls_by_family(plan, repetition)
     if calls is None:
         return Reason("one kernel computes something of several families")
-    if plan.numbers or any(index is not None and index < first_result for index in plan.outputs):
+    if any(index is not None and index < first_result for index in plan.outputs):
         return Reason("it returns something else than new tensors")
     families, owners = calls
     results: dict[tuple[int, int], int] = {}
@@ -190,7 +177,7 @@ def repeated(plan: Plan, repetition: Repetition) -> Plan | Reason:
     returned = [None if index is None else index_of(index, member) for index, member in outputs]
     sized = zip(results.values(), memory, strict=True)
     crossing = {i: bytes_of(each) / limit_on(each[3]) for i, each in sized if each[0] and i not in returned}
-    return Plan(repetition.inputs, constants, memory, [], in_rounds(planned, crossing), returned)
+    return Plan(repetition.inputs, constants, memory, in_rounds(planned, crossing), returned)
 
 
 def _memory(result: tuple[Any, ...], shape: torch.Size | None) -> tuple[Any, ...]:

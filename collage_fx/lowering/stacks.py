@@ -134,7 +134,7 @@ def in_stacks(plan: Plan) -> Plan:
     """Return a plan in which calls of one kernel, for tensors of one shape, are one call for stacks."""
     groups: dict[tuple[int, int], list[int]] = defaultdict(list)
     for i, call in enumerate(plan.calls):
-        if call.kernel.stackable is not None and not plan.numbers:
+        if call.kernel.stackable is not None:
             groups[call.wave, id(call.kernel)].append(i)
     stacking = _Stacking(plan)
     for _, group in sorted(groups.items(), key=lambda each: each[0][0]):

@@ -51,15 +51,14 @@ class Stack:
 class Plan:
     """Calls of kernels that make up a step, and the values that they read and write.
 
-    A step works on a list of values: its arguments, then constants, then memory for results, then numbers
-    computed in Python. Everything else refers to values by their indices in this list.
+    A step works on a list of values: its arguments, then constants, then memory for results. Everything else
+    refers to values by their indices in this list.
     """
 
     arguments: int
     #: Lengths, tensors that are attributes of the graph, and functions that create tensors at the first call.
     constants: Sequence[Any]
     results: Sequence[tuple[Any, ...]]  # size, stride, dtype and device of tensors to be allocated
-    numbers: Sequence[tuple[Callable[..., Any], tuple[Any, ...]]]  # operands: ``ValueIndex`` or constant
     calls: Sequence[Call]  # in a valid order
     outputs: Sequence[int | None]  # indices of the returned values, None for None
     stacks: Sequence[Stack] = ()  # of which the tensors are results
@@ -87,10 +86,10 @@ class StepInParts:
         #: Constants, which are made at the first call.
         self._constants: Sequence[Any] | None = None
         results = dict(enumerate(plan.results, plan.first_result))
-        first_number = plan.first_result + len(results)
+        end = plan.first_result + len(results)
         #: Indices of tensors that are returned again: equal scalars, of which each parameter gets a copy.
-        places = [first_number if index is None else index for index in outputs]
-        self._returned_before = [i for i, k in enumerate(places) if k < first_number and k in places[:i]]
+        places = [end if index is None else index for index in outputs]
+        self._returned_before = [i for i, k in enumerate(places) if k < end and k in places[:i]]
         in_python = {index for index in outputs if index is not None}
         in_python |= {index for index, (size, *_) in results.items() if size}
         in_python.update(index for call in calls if call.kernel.function is None for index in call.values)
@@ -154,8 +153,6 @@ class StepInParts:
         for stack in self._stacks:
             for index, member in zip(stack.members, values[stack.index].unbind(), strict=True):
                 values[index] = member
-        for function, operands in plan.numbers:
-            values.append(function(*(values[o.index] if isinstance(o, ValueIndex) else o for o in operands)))
         addresses, scratch = self._addresses.of(values)
         for stage in self.on_host:
             if isinstance(stage, Batch):
@@ -255,10 +252,3 @@ class _Addresses:
     @functools.cached_property
     def _gather(self) -> Gather:
         return Gather([*self._numbers])
-
-
-@dataclass(frozen=True)
-class ValueIndex:
-    """Operand that is a value of the step, given by its index in the list of values."""
-
-    index: int

@@ -123,10 +123,8 @@ class WholeStep:
         gradients: Mapping[int, int],  # index of a gradient that Dynamo does not pass -> of its parameter
         members: Sequence[Member],  # in the order of ``Repetition.members``, if members come and go
         distributed: Mapping[int, Sharding],  # of DTensors by index; the step takes this process's shards
-        numbers: Callable[..., Any] | None = None,  # that it returns, of the arguments; None for a tensor
     ) -> None:
         self.step = step
-        self.numbers = numbers
         self.bound = bound
         self.owners = [bound[parameter] for parameter in gradients.values()]
         behind = range(len(bound), len(bound) + passed + len(gradients))
@@ -143,14 +141,6 @@ class WholeStep:
         self.distributed = [(i, pieces if i >= len(bound) else None) for i, pieces in distributed.items()]
 
     def __call__(self, *arguments: Any) -> Any:
-        tensors = self._stepped(arguments)
-        if self.numbers is None:
-            return tensors
-        left = iter(tensors)
-        return tuple([next(left) if each is None else each for each in self.numbers(*arguments)])
-
-    def _stepped(self, arguments: Sequence[Any]) -> Sequence[Any]:
-        """Take the step; return the tensors that it returns."""
         gradients = [parameter.grad for parameter in self.owners]
         values = [*self.bound, *self.in_order([*arguments, *gradients])]
         stand_ins = STAND_INS.get()
@@ -214,6 +204,16 @@ class MakingStep:
                 self._last[result] = TensorWeakRef(tensor)
             results[result] = tensor
         return tuple(results)
+
+
+def with_numbers(step: Callable[..., Any], numbers: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a step that returns numbers, too: ``numbers`` of its arguments, with None for each tensor."""
+
+    def stepped(*arguments: Any) -> Any:
+        tensors = iter(step(*arguments))
+        return tuple([next(tensors) if each is None else each for each in numbers(*arguments)])
+
+    return stepped
 
 
 def bind(index: int, info: InputInfo, error_format: ErrorFormat, *, reads: bool) -> Binding:

@@ -109,7 +109,7 @@ def test_values_reach_stacks_and_leave_them(operands: list[tuple[int, int]]) -> 
     results = [(6 + 2 * i, 7 + 2 * i) for i in range(3)]
     calls = [Call(kernel, (*each, *into), 1, 0, into) for each, into in zip(operands, results, strict=True)]
     read = [Call(first, (6 + i, 12 + i), 2, 0, (12 + i,)) for i in range(6)]
-    plan = Plan(3, [], [layout] * 15, [], [*made, *calls, *read], range(12, 18))
+    plan = Plan(3, [], [layout] * 15, [*made, *calls, *read], range(12, 18))
     stacked = in_stacks(plan)
     assert sum(call.kernel.call is _sum_and_product for call in stacked.calls) == 1
     found, expected = (
