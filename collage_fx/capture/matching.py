@@ -537,7 +537,7 @@ class Matcher(TorchFunctionMode):
             return run_unfused(fused, args, kwargs)
         if func is Tensor.__deepcopy__ and type(args[0]) in (Tensor, Deferred):
             return args[0].detach().clone()
-        if func in _MATMUL and not kwargs and [each.dim() for each in args] == [1, 2]:
+        if func in _MATMUL and [each.dim() for each in found_in(Tensor, args)] == [1, 2] and not kwargs:
             return (args[0].unsqueeze(0) @ args[1]).squeeze(0)  # torch would change the result's layout
         if func == _SET_DATA or (func in _OF_MEMORY and self._is_in_segment(func, args)):
             self._recorder.flush()

@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 from torch.utils.weak import TensorWeakRef
 
 from collage_fx.errors import LostErrorTermsError
-from collage_fx.graph import InputInfo
+from collage_fx.graph import InputInfo, Role
 from collage_fx.numerics import ErrorFormat
 from collage_fx.runtime.calls import Present
 from collage_fx.runtime.layouts import Expected, Layouts, picking, refuse_layout
@@ -219,6 +219,7 @@ def with_numbers(step: Callable[..., Any], numbers: Callable[..., Any]) -> Calla
 def bind(index: int, info: InputInfo, error_format: ErrorFormat, *, reads: bool) -> Binding:
     """Return a binding that finds the error terms of an input; create them now if it is bound and updated."""
     binding = Binding(index, error_format, info.name, reads, is_made=info.is_made and not info.bound)
+    binding.is_kept = reads or info.role is Role.NEW
     if info.bound and info.tensor is not None:
         binding.bound = TensorWeakRef(info.tensor)
         if not reads or holds_more(info.tensor):
@@ -242,6 +243,7 @@ class Binding:
     is_made: bool  # whether the step makes the tensor in each call
     bound: TensorWeakRef | None = None  # the tensor, if it is an attribute of the module
     record: Callable[[], ErrorTermRecord | None] = lambda: None  # the remembered record of a bound tensor
+    is_kept: bool = True  # whether terms that the tensor was made with stay a later step's to choose
     #: Whether the last argument was the object that its record belongs to, for longer than a step.
     is_owner: bool = False
 
@@ -268,5 +270,5 @@ class Binding:
             is_plain = type(tensor) in (Tensor, torch.nn.Parameter)  # not made of others, which may change
             self.is_owner = is_plain and record.owner() is tensor and not record.is_passing
         added = record.use(self.name)
-        record.is_new &= self.reads  # the step that updates it keeps them
+        record.is_new &= self.is_kept
         return added

@@ -327,16 +327,15 @@ def _names_of_lost(optimizer: Optimizer) -> list[str] | None:
             new.container[new.key] = old.value
         else:
             keeps_all = hand_over(old.value, new.value, name=new.name)
-        with torch_compat.real_tensors():
-            is_zero = keeps_all or not torch_compat.local_tensor(new.value.detach()).any()
-        if not is_zero and old.name in held.formats:
-            lost.append(new.name)
+        if not keeps_all and old.name in held.formats:
+            with torch_compat.real_tensors():
+                lost += [new.name] if torch_compat.local_tensor(new.value.detach()).any() else []
     return lost
 
 
 def _is_step_made(old: Tensor, new: Tensor) -> bool:
     """Return whether a new tensor can stay: a step has made it, with its own error terms."""
-    is_bound = torch_compat.records.has(old, _Bound)
+    is_bound = torch_compat.records.has(old, _Bound) or is_packed(old)
     return not is_bound and (record_of(old) is None or record_of(new) is not None)
 
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from collage_fx import error_terms, full_value, install
+from collage_fx import backend_of, error_terms, full_value, install
 from tests.support.training import Descent, set_gradients
 
 STEPS = 8
@@ -50,10 +50,10 @@ class Replacing(Descent):
 
 
 def run(
-    keep: Callable[[int, Replacing], None], *, branches: bool = False
+    keep: Callable[[int, Replacing], None], *, branches: bool = False, **options: Any
 ) -> tuple[Replacing, list[Parameter]]:
     params = [Parameter(torch.ones(6, 4).bfloat16()), Parameter(torch.ones(5).bfloat16())]
-    optimizer = install(Replacing(params, branches=branches))
+    optimizer = install(Replacing(params, branches=branches), **options)
     for seed in range(STEPS):
         set_gradients(params, seed)
         optimizer.step()
@@ -106,3 +106,23 @@ def test_a_captured_step_makes_the_same_tensors_again() -> None:
     assert params[0].grad is not None
     exact = params[0].grad.double().norm()
     assert float(abs(norm.double() + sum(term.double() for term in terms) - exact) / exact) < 2.0**-16
+
+
+@pytest.mark.parametrize("options", [{}, {"strategy": "full"}, {"bytes_per_parameter": 8.1}], ids=str)
+def test_state_that_is_made_anew_from_itself_compiles_a_few_times(options: dict[str, Any]) -> None:
+    """Packed state as well, whose object code holds."""
+    counts: list[int] = []
+    _, params = run(
+        lambda seed, optimizer: counts.append(len(backend_of(optimizer).report().graphs)), **options
+    )
+    assert counts[-1] == counts[3] <= 3
+    exact = [torch.ones_like(p, dtype=torch.float64) for p in params]
+    averages = [torch.zeros_like(x) for x in exact]
+    for seed in range(STEPS):
+        set_gradients(params, seed)
+        for p, x, average in zip(params, exact, averages, strict=True):
+            assert p.grad is not None
+            average.mul_(0.9).add_(p.grad.double(), alpha=0.1)
+            x.sub_(average, alpha=2.0**-10)
+    for p, x in zip(params, exact, strict=True):
+        assert float((full_value(p).double() - x).norm() / (x - 1).norm()) < 0.02
