@@ -58,7 +58,7 @@ class _Numbers:
     changed: Sequence[Place] = ()  # according to its checkpoint; places in state are without the parameter
 
 
-def without_numbers(gm: GraphModule) -> tuple[GraphModule, GraphModule | None]:
+def without_numbers(gm: GraphModule) -> tuple[GraphModule, Callable[..., Any] | None]:
     """Return a captured graph without the numbers that it returns, and a function of its arguments for these.
 
     ``group["step"] += 1`` makes Dynamo return the sum. The function returns the numbers, and None for each
@@ -85,7 +85,7 @@ def without_numbers(gm: GraphModule) -> tuple[GraphModule, GraphModule | None]:
     kept = tuple(each for each, result in zip(left, results, strict=True) if result not in numbers)
     others.graph.output_node().args = (kept,)
     others.recompile()
-    return others, GraphModule({}, body)
+    return others, GraphModule({}, body).forward
 
 
 def _is_number(node: Node) -> bool:

@@ -47,8 +47,9 @@ class _Slot(NamedTuple):
     value: Any
 
 
-#: References to a state tensor: of its slot, of the slot and the list of values in a snapshot, of the count.
-_REFERENCES = 4
+#: References to a state tensor, as counted: of a snapshot's slot and list of values, and of the slot itself.
+_lonely = _Slot("", None, None, object())
+_REFERENCES = sys.getrefcount(_lonely.value) + 2
 
 
 class _Held:
@@ -78,10 +79,10 @@ class _Held:
 
     @functools.cached_property
     def alone(self) -> dict[int, int]:
-        """``id`` of each state tensor that only slot and snapshot reference -> its reference count."""
+        """``id`` of each state tensor that only its slot and the snapshot reference -> index of the slot."""
         checked = {id(tensor) for part in self.written.state for tensor in part}
-        counted = ((id(slot.value), count) for slot, count in zip(self.slots, self.counts, strict=True))
-        return {each: count for each, count in counted if count == _REFERENCES + (each in checked)}
+        slots = enumerate(zip(map(id, (slot.value for slot in self.slots)), self.counts, strict=True))
+        return {each: i for i, (each, count) in slots if count == _REFERENCES + (each in checked)}
 
     def is_complete(self, optimizer: Optimizer) -> bool:
         """Return whether all values are still in their slots. It takes some 50 ns for each tensor."""
@@ -156,11 +157,11 @@ def only_in_state(
         if held is None or not held.alone or not held.is_complete(optimizer):
             continue
         for key, reference in tensors.items():
-            tensor = reference()
-            count = held.alone.get(id(tensor))
-            is_alone = count is not None and sys.getrefcount(tensor) == count + 1  # of the local variable
-            if is_alone and not torch_compat.shares_memory(tensor):
-                found[key] = tensor
+            i = held.alone.get(id(reference()), -1)
+            if i < 0 or sys.getrefcount(held.slots[i].value) != held.counts[i]:  # as it was counted before
+                continue
+            if not torch_compat.shares_memory(held.slots[i].value):
+                found[key] = held.slots[i].value
     return found
 
 
