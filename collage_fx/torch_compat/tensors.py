@@ -20,7 +20,6 @@ RELIED_ON = (
     "torch:Tensor has _base, _make_wrapper_subclass, _use_count",
     "torch._dynamo:mark_static_address(t, guard)",
     "torch._C:DisableTorchFunctionSubclass",
-    "torch._C:_storage_Use_Count",
     "torch._C:_is_torch_function_mode_enabled",
     "torch._C._dynamo.guards:TensorGuards",
     "torch.distributed.tensor:DTensor.__create_chunk_list__(self)",
@@ -78,8 +77,11 @@ def is_held_by_torch(tensor: torch.Tensor) -> bool:
 
 
 def shares_memory(tensor: torch.Tensor) -> bool:
-    """Return whether something else than a plain tensor has its memory, such as a view or a NumPy array."""
-    return _counts_of_memory(tensor) != _OF_TENSOR
+    """Return whether something else than a plain tensor has its memory, such as a view or a NumPy array.
+
+    True where torch does not tell.
+    """
+    return _OF_TENSOR is None or _counts_of_memory(tensor) != _OF_TENSOR
 
 
 def references_by_torch(tensor: torch.Tensor) -> int:
@@ -106,7 +108,9 @@ def _counts_of_memory(tensor: torch.Tensor) -> tuple[int, int]:
 
 
 #: Counts of memory that nothing but a tensor has.
-_OF_TENSOR = _counts_of_memory(torch.empty(1))
+_OF_TENSOR: tuple[int, int] | None = None
+with contextlib.suppress(AttributeError):  # a private name of torch, for speed alone
+    _OF_TENSOR = _counts_of_memory(torch.empty(1, device="cpu"))
 
 
 def has_internal_overlap(tensor: torch.Tensor) -> bool:
