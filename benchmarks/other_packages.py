@@ -1,4 +1,4 @@
-"""What the steps of another package's optimizers cost: ``python -m benchmarks.other_packages Lamb Kron``.
+"""Time the steps of another package's optimizers: ``python -m benchmarks.other_packages Lamb Kron``.
 
 Optimizers of pytorch_optimizer, by the names of their classes, with tensors so small that nearly all of it is
 Python's time. Printed are the seconds on the cores of the first three steps, in which they are compiled, but

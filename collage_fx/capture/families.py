@@ -43,6 +43,7 @@ from torch.fx.node import map_arg
 
 from collage_fx import graph, torch_compat
 from collage_fx.capture.lists import with_lists_apart
+from collage_fx.capture.numbers import is_number
 from collage_fx.capture.refusals import first_overlap
 from collage_fx.capture.rows import ListRows, common_shape, is_plain, layout_of, layouts_of
 from collage_fx.graph import InputInfo, Reason, Repetition
@@ -172,7 +173,7 @@ class _Search:
             if node.op not in ("call_function", "call_method"):
                 return Reason.at(node, "it is not a function call")
             is_mode = node.target is SET_GRAD_ENABLED  # how the nodes after it are captured
-            if not (node.all_input_nodes or is_mode or _is_tensor(node) or _is_scalar(node)):
+            if not (node.all_input_nodes or is_mode or _is_tensor(node) or is_number(node)):
                 return Reason.at(node, "it has no operands and makes neither a tensor nor a number")
         for result in self._returned():
             if not (isinstance(result, Node) and _is_tensor(result)):
@@ -293,7 +294,7 @@ class _Search:
         for node in self.gm.graph.nodes:
             if node.op not in ("call_function", "call_method") or node.target is SET_GRAD_ENABLED:
                 continue
-            if _is_scalar(node) and all(n in self.numbers or n in self.index for n in node.all_input_nodes):
+            if is_number(node) and all(n in self.numbers or n in self.index for n in node.all_input_nodes):
                 self.numbers.add(node)
             else:
                 operations.append(node)
@@ -473,11 +474,6 @@ def _may_be_elementwise(nodes: Sequence[Node]) -> bool:
 
 def _is_tensor(node: Node) -> bool:
     return isinstance(node.meta.get("example_value"), Tensor)
-
-
-def _is_scalar(node: Node) -> bool:
-    numbers = (torch.SymInt, torch.SymFloat, torch.SymBool, int, float)
-    return isinstance(node.meta.get("example_value"), numbers)
 
 
 def _seems_to_change(node: Node) -> bool:

@@ -61,7 +61,8 @@ def describe_inputs(
 def describe_input(value: Any, fallback: str, known: Mapping[int, KnownTensor], *, bound: bool) -> InputInfo:
     """Describe an input of a Dynamo graph.
 
-    ``fallback``: name of a tensor that no optimizer holds. A ``bound`` input is an attribute of the module.
+    ``fallback``: name of a tensor that no optimizer holds. A ``bound`` input is an attribute of the module,
+    which is noted of the tensor.
     """
     if not isinstance(value, Tensor):
         return _describe_number(fallback, value)

@@ -67,8 +67,8 @@ def without_numbers(gm: GraphModule) -> tuple[GraphModule, Callable[..., Any] | 
     numbers: set[Node] = set()
     for node in gm.graph.nodes:
         given = [each for each in node.all_input_nodes if each not in numbers]
-        are_read = all(each.op == "placeholder" and all(map(_is_number, each.users)) for each in given)
-        if _is_number(node) and are_read and node.op in ("placeholder", "call_function", "call_method"):
+        are_read = all(each.op == "placeholder" and all(map(is_number, each.users)) for each in given)
+        if is_number(node) and are_read and node.op in ("placeholder", "call_function", "call_method"):
             numbers.add(node)
     results = pytree.tree_leaves(gm.graph.output_node().args)
     if numbers.isdisjoint(results):
@@ -88,7 +88,8 @@ def without_numbers(gm: GraphModule) -> tuple[GraphModule, Callable[..., Any] | 
     return others, GraphModule({}, body).forward
 
 
-def _is_number(node: Node) -> bool:
+def is_number(node: Node) -> bool:
+    """Return whether a node of a graph that Dynamo has captured is a number, symbolic or not."""
     value = node.meta.get("example_value")
     return isinstance(value, (int, float, torch.SymInt, torch.SymFloat, torch.SymBool))
 

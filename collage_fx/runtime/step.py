@@ -218,8 +218,8 @@ def with_numbers(step: Callable[..., Any], numbers: Callable[..., Any]) -> Calla
 
 def bind(index: int, info: InputInfo, error_format: ErrorFormat, *, reads: bool) -> Binding:
     """Return a binding that finds the error terms of an input; create them now if it is bound and updated."""
-    binding = Binding(index, error_format, info.name, reads, is_made=info.is_made and not info.bound)
-    binding.is_kept = reads or info.role is Role.NEW
+    is_made, is_kept = info.is_made and not info.bound, reads or info.role is Role.NEW
+    binding = Binding(index, error_format, info.name, reads, is_made, is_kept)
     if info.bound and info.tensor is not None:
         binding.bound = TensorWeakRef(info.tensor)
         if not reads or holds_more(info.tensor):
@@ -241,9 +241,9 @@ class Binding:
     name: str
     reads: bool  # whether the step only reads the error terms; zeros if there are none
     is_made: bool  # whether the step makes the tensor in each call
+    is_kept: bool = True  # whether terms that the tensor was made with stay a later step's to choose
     bound: TensorWeakRef | None = None  # the tensor, if it is an attribute of the module
     record: Callable[[], ErrorTermRecord | None] = lambda: None  # the remembered record of a bound tensor
-    is_kept: bool = True  # whether terms that the tensor was made with stay a later step's to choose
     #: Whether the last argument was the object that its record belongs to, for longer than a step.
     is_owner: bool = False
 

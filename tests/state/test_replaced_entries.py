@@ -16,6 +16,8 @@ from collage_fx import backend_of, error_terms, full_value, install
 from tests.support.training import Descent, set_gradients
 
 STEPS = 8
+#: Largest error |p - p64| / |p64 - p0| of compensated steps; plain bf16 loses most of these updates.
+COMPENSATED = 0.02
 
 #: Ways in which a program keeps a tensor, each with the way back to it.
 WAYS: dict[str, tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]] = {
@@ -105,7 +107,9 @@ def test_a_captured_step_makes_the_same_tensors_again() -> None:
     norm = next(iter(optimizer.state.values()))["norm"]
     assert params[0].grad is not None
     exact = params[0].grad.double().norm()
-    assert float(abs(norm.double() + sum(term.double() for term in terms) - exact) / exact) < 2.0**-16
+    assert (
+        float(abs(norm.double() + sum(term.double() for term in terms) - exact) / exact) < 2.0**-16
+    )  # 8 bits, and 8 of the error term
 
 
 @pytest.mark.parametrize("options", [{}, {"strategy": "full"}, {"bytes_per_parameter": 8.1}], ids=str)
@@ -125,4 +129,4 @@ def test_state_that_is_made_anew_from_itself_compiles_a_few_times(options: dict[
             average.mul_(0.9).add_(p.grad.double(), alpha=0.1)
             x.sub_(average, alpha=2.0**-10)
     for p, x in zip(params, exact, strict=True):
-        assert float((full_value(p).double() - x).norm() / (x - 1).norm()) < 0.02
+        assert float((full_value(p).double() - x).norm() / (x - 1).norm()) < COMPENSATED
