@@ -107,9 +107,9 @@ def test_a_captured_step_makes_the_same_tensors_again() -> None:
     norm = next(iter(optimizer.state.values()))["norm"]
     assert params[0].grad is not None
     exact = params[0].grad.double().norm()
-    assert (
-        float(abs(norm.double() + sum(term.double() for term in terms) - exact) / exact) < 2.0**-16
-    )  # 8 bits, and 8 of the error term
+    # The norm has 8 bits, and its error term 8 more.
+    whole = norm.double() + sum(term.double() for term in terms)
+    assert float(abs(whole - exact) / exact) < 2.0**-16
 
 
 @pytest.mark.parametrize("options", [{}, {"strategy": "full"}, {"bytes_per_parameter": 8.1}], ids=str)
