@@ -120,8 +120,8 @@ class Compiled:
         inputs = [numbers[i] for i in self.inputs]
         return self.holds([*function.tensors(), *inputs, *(function.sizes if self.takes_sizes else ())])
 
-    def __call__(self, function: RecordedFunction) -> None:
-        """Call the code on a function's tensors, numbers and sizes."""
+    def __call__(self, function: RecordedFunction) -> Any:
+        """Call the code on a function's tensors, numbers and sizes; return its results."""
         tensors = function.tensors()
         for i in self.drops:
             choose_new(tensors[i], keep=False)
@@ -129,7 +129,7 @@ class Compiled:
         if self.inputs:
             known = function.numbers
             numbers = torch.tensor([known[i] for i in self.inputs], dtype=torch.float64).unbind()
-        self.code(*tensors, *numbers, *(function.sizes if self.takes_sizes else ()))
+        return self.code(*tensors, *numbers, *(function.sizes if self.takes_sizes else ()))
 
 
 class Part(NamedTuple):
@@ -150,7 +150,8 @@ def compiled_for(
     numbers, shared = function.numbers, function.shared
     burned_in: frozenset[int] = frozenset()
     owner = CompiledCode()
-    new = [i for i, tensor in enumerate(function.tensors()) if stored_as(tensor).is_new]
+    written = () if function.returned else function.tensors()
+    new = [i for i, tensor in enumerate(written) if stored_as(tensor).is_new]
     while True:
         candidates = {shared.get(i, i) for i in changed} - burned_in
         inputs = tuple(i for i in sorted(candidates) if math.isfinite(numbers[i]))

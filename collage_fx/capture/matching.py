@@ -23,14 +23,15 @@ pattern's one by one. Where the segment ends, the code is called.
 
 from __future__ import annotations
 
+import itertools
 import sys
 from collections import defaultdict
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from inspect import isgetsetdescriptor
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -38,7 +39,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.weak import TensorWeakRef
 
 from collage_fx.capture.compiled import NotByFamily, Part, compiled_for
-from collage_fx.capture.recorder import Recorder
+from collage_fx.capture.recorder import QUESTIONS, Recorder
 from collage_fx.capture.segment import (
     UNREFERENCED,
     Deferred,
@@ -50,7 +51,6 @@ from collage_fx.capture.segment import (
     layout_of,
     real,
 )
-from collage_fx.graph import is_matrix_product
 from collage_fx.state import StoredAs, records_version
 from collage_fx.torch_compat import fused_operator, has_storage, is_wrapper, run_unfused, storage_of
 
@@ -64,6 +64,9 @@ CONSTANTS = frozenset(
 
 #: Kind of a gradient without error terms.
 _PLAIN_GRADIENT = Tensor, ("gradient", (False, False, False), StoredAs())
+
+#: Limit for answering all questions of a segment at once: at the first, and when more numbers are known.
+MOST_EARLY_RUNS = 3
 
 #: Number of patterns for a segment of a step.
 MOST_PATTERNS = 16
@@ -95,6 +98,7 @@ class Call:
     arguments: list[Any]
     names: tuple[str, ...]  # of the last arguments, which are keyword arguments
     is_executed: bool = False  # at once
+    question: int | None = None  # its number among those that the segment answers
     result: Any = None
 
 
@@ -104,10 +108,23 @@ class Input:
 
     value: int  # its number in the segment
     place: Place | None  # None if calls are given its views alone
-    tensor: TensorWeakRef  # that was recorded
+    tensor: TensorWeakRef  # that was recorded, or that the optimizer holds in its place
     storage: int  # identifier of its memory
     kind: Any  # other facts that code depends on
+    expected: Callable[[], Tensor | None]  # returns the tensor that should stand for it in the next step
     views: list[tuple[Place, Any]] = field(default_factory=list)  # with their layouts
+
+
+class Question(NamedTuple):
+    """Value that a step asks for, and that does not end its segment."""
+
+    part: Part
+    inputs: Sequence[Input]
+    is_early: bool  # whether it can be computed before the calls that precede it
+
+    @property
+    def value(self) -> int:
+        return self.part.function.returned[0]
 
 
 @dataclass(eq=False)
@@ -124,7 +141,9 @@ class Pattern:
     changing: Collection[int | None]  # indices of numbers that are inputs of the code alone, no constants
     sources: list[int | None]  # for each of the operations' numbers its index; None if it is always the same
     parts: Sequence[Part]
-    bound: Collection[int] = ()  # numbers of the inputs that the code has as its own tensors
+    questions: Sequence[Question]
+    early: Sequence[Part] = ()  # that answer questions before they are asked
+    bound: set[int] = field(default_factory=set)  # numbers of the inputs that the code has as its own tensors
     equal: set[tuple[int, int]] = field(default_factory=set)  # of numbers that are one input of the code
     version: object = None  # state of all error terms at the last match; None before the first
 
@@ -134,7 +153,8 @@ class Pattern:
         return type(number) is type(known) and (number == known or index in self.changing)
 
     def is_stale(self) -> bool:
-        return any(part.compiled.owner.is_stale for part in self.parts)
+        parts = itertools.chain(self.parts, self.early, (each.part for each in self.questions))
+        return any(part.compiled.owner.is_stale for part in parts)
 
 
 class Matcher(TorchFunctionMode):
@@ -148,15 +168,24 @@ class Matcher(TorchFunctionMode):
     The ``recorder`` is entered before. ``binds``: code may hold the optimizer's tensors, and dies with it.
     """
 
-    def __init__(self, recorder: Recorder, is_gradient: Callable[[Tensor], bool], *, binds: bool) -> None:
+    def __init__(
+        self,
+        recorder: Recorder,
+        is_gradient: Callable[[Tensor], bool],
+        expected: Callable[[], Mapping[int, Callable[[], Tensor | None]]],  # by storage: see :class:`Input`
+        *,
+        binds: bool,
+    ) -> None:
         super().__init__()
         self._recorder = recorder
         self._is_gradient = is_gradient
+        self._expected = expected
         self._binds = binds
         #: Default dtype and number of a segment in a step -> its patterns.
         self._patterns: dict[tuple[torch.dtype, int], list[Pattern]] = defaultdict(list)
         self._added: list[Pattern] = []
         self._segments = 0
+        self._strayed = 0  # rises when a step asks other questions than steps before, falls when it does not
         self.has_matched = False  # whether all calls of the last step have been matched
         self._is_in_step = False
         self._is_matching = False
@@ -173,6 +202,9 @@ class Matcher(TorchFunctionMode):
         self._is_in_step = True
         self._added.clear()
         self._segments = 0
+        if self._strayed > MOST_PATTERNS:
+            self._recorder.answers, self._strayed = False, 0
+            self._patterns.clear()
         self._begin_segment()
 
     @torch.compiler.disable
@@ -211,9 +243,13 @@ class Matcher(TorchFunctionMode):
         if self._pattern is not None:
             values = (*args, *kwargs.values()) if kwargs else args
             if not torch.is_grad_enabled() and (call := self._matched(func, values, tuple(kwargs))):
-                if call is not self._pattern.calls[-1]:
+                if call.question is not None:
+                    if (answer := self._answer(call.question)) is not None:
+                        self._next += 1
+                        return QUESTIONS[func](answer)
+                elif call is not self._pattern.calls[-1]:
                     return self._result_of(call, args, kwargs)
-                if self._run():
+                elif self._run():
                     result = self._called(func, args, kwargs)
                     self._begin_after(result)
                     return result
@@ -235,6 +271,9 @@ class Matcher(TorchFunctionMode):
         self._sources: list[int | None] = []
         self._next = 0
         self._operations = 0
+        self._answered: Pattern | None = None
+        self._answers: dict[int, Any] = {}
+        self._early_runs = 0
         self._pattern = next(iter(self._siblings), None)
 
     # -- calls that are matched
@@ -342,43 +381,127 @@ class Matcher(TorchFunctionMode):
         results = found_in(Place, [call.result for call in calls])
         return {each.number: each for each in results if not each.is_real}
 
+    # -- questions of a matched segment
+
+    def _answer(self, index: int) -> Any:
+        """Return the value that a question asks for; None if the code of the pattern does not fit."""
+        pattern = self._pattern
+        assert pattern is not None
+        question = pattern.questions[index]
+        if self._answered is not pattern:
+            self._answered, self._answers, self._early_runs = pattern, {}, 0
+        while question.value not in self._answers or not self._is_as_expected(pattern, question):
+            if self._early_runs == MOST_EARLY_RUNS:
+                return self._answer_alone(pattern, question)
+            self._early_runs += 1
+            self._answers = self._early_answers(pattern)
+        return self._answers[question.value]
+
+    def _answer_alone(self, pattern: Pattern, question: Question) -> Any:
+        function, compiled = question.part
+        with self._recorder.paused(), torch.no_grad():
+            is_current = records_version() == pattern.version
+            for each in question.inputs:
+                if not self._fit(pattern, each, self._found(each), is_current=is_current):
+                    return None
+            self._give_numbers(pattern, function)
+            is_fit = compiled.fits(function) and not compiled.owner.is_stale
+            return compiled(function)[0].item() if is_fit else None
+
+    def _early_answers(self, pattern: Pattern) -> dict[int, Any]:
+        """Return the answers to a step's questions, for the tensors and numbers that are expected."""
+        answers: dict[int, Any] = {}
+        read = {value for part in pattern.early for value in part.function.inputs}
+        is_current = records_version() == pattern.version
+        for each in [each for each in pattern.inputs if each.value in read]:
+            found = self._found(each)
+            found = each.expected() if found is None else found
+            if not self._fit(pattern, each, found, is_current=is_current):
+                return {}
+        with self._recorder.paused(), torch.no_grad():
+            for function, compiled in pattern.early:
+                self._give_numbers(pattern, function)
+                if compiled.owner.is_stale or not compiled.fits(function):
+                    return {}
+                answers |= zip(function.returned, compiled(function), strict=True)
+            return _numbers_in(answers)
+
+    def _is_as_expected(self, pattern: Pattern, question: Question) -> bool:
+        """Return whether a question that has been answered before is about the tensors and numbers met."""
+        for each in question.inputs:
+            given, found = pattern.segment.values[each.value].tensor, self._found(each)
+            if found is None or (each.views and not _has_views(each, storage_of(given))):
+                return False
+            if found is not given and (
+                storage_of(found) != storage_of(given) or layout_of(found) != layout_of(given)
+            ):
+                return False
+        numbers, known, sources = self._numbers, pattern.segment.numbers, pattern.sources
+        for position in question.part.function.positions:
+            if (source := sources[position]) is not None and known[position] != float(numbers[source]):
+                return False
+        return True
+
+    def _give_numbers(self, pattern: Pattern, function: RecordedFunction) -> None:
+        """Give the segment a function's numbers, and for numbers not met yet the values expected."""
+        known, positions = pattern.segment.numbers, function.positions
+        for i, position in enumerate(positions):
+            source = pattern.sources[position]
+            if source is not None and source < len(self._numbers):
+                known[position] = float(self._numbers[source])
+            elif source is not None:
+                known[position] = known[positions[function.shared.get(i, i)]]
+
     # -- the end of a matched segment
+
+    def _found(self, each: Input) -> Tensor | None:
+        """Return the tensor that stands for an input in the step under way; None if it is not met yet."""
+        if each.place is not None:
+            return each.place.tensor
+        if not each.views:
+            return each.tensor()
+        view = each.views[0][0].tensor
+        return None if view is None else self._recorder.owner(view)
+
+    def _fit(self, pattern: Pattern, each: Input, found: Tensor | None, *, is_current: bool) -> bool:
+        """Return whether the code of a pattern fits a tensor, which is given to its segment.
+
+        ``is_current``: no error terms have changed since the last match.
+        """
+        recorded = each.tensor()
+        if found is None or (found is not recorded and not has_storage(found)):
+            return False
+        storage, segment = storage_of(found), pattern.segment
+        if each.views and not _has_views(each, storage):
+            return False
+        if found is not recorded and recorded is not None and storage == each.storage:
+            found = recorded if layout_of(found) == layout_of(recorded) else found
+        segment.values[each.value].tensor = found
+        if found is recorded:
+            if storage != each.storage:
+                return False
+            if is_current or self._kind(found, each.value in segment.written) == each.kind:
+                return True
+        elif each.value in pattern.bound:
+            return False
+        elif is_current and each.kind == _PLAIN_GRADIENT and self._is_gradient(found) and is_whole(found):
+            return True
+        if not is_whole(found) or Spec.of(found) != segment.values[each.value].spec:
+            return False
+        return bool(self._kind(found, each.value in segment.written) == each.kind)
 
     def _fits(self, pattern: Pattern) -> bool:
         """Return whether the code of a pattern fits; give its segment the tensors and numbers of the step."""
-        numbers, segment, is_current = self._numbers, pattern.segment, records_version() == pattern.version
+        numbers, segment = self._numbers, pattern.segment
         if any(sys.getrefcount(place.tensor) > UNREFERENCED for place in pattern.passing):
             return False
         if pattern.is_stale() or any(numbers[i] != numbers[j] for i, j in pattern.equal):
             return False
-        memory = set()
+        is_current = records_version() == pattern.version
         for each in pattern.inputs:
-            recorded = each.tensor()
-            if each.place is not None:
-                found = each.place.tensor
-            else:
-                found = self._recorder.owner(each.views[0][0].tensor) if each.views else recorded
-            if found is None or (found is not recorded and not has_storage(found)):
+            if not self._fit(pattern, each, self._found(each), is_current=is_current):
                 return False
-            storage, is_written = storage_of(found), each.value in segment.written
-            segment.values[each.value].tensor = found
-            memory.add(storage)
-            for place, layout in each.views:
-                if storage_of(place.tensor) != storage or layout_of(place.tensor) != layout:
-                    return False
-            if found is recorded:
-                if storage != each.storage:
-                    return False
-                if is_current or self._kind(found, is_written) == each.kind:
-                    continue
-            elif each.value in pattern.bound:
-                return False
-            elif is_current and each.kind == _PLAIN_GRADIENT and self._is_gradient(found) and is_whole(found):
-                continue
-            if not is_whole(found) or Spec.of(found) != segment.values[each.value].spec:
-                return False
-            if self._kind(found, is_written) != each.kind:
-                return False
+        memory = {storage_of(segment.values[each.value].tensor) for each in pattern.inputs}
         if len(memory) != len(pattern.inputs):
             return False
         segment.numbers = [
@@ -410,7 +533,10 @@ class Matcher(TorchFunctionMode):
                         recorder.take_over(segment.values[number].tensor)
                 if pattern.version is None:
                     pattern.version = records_version()
-                    self._put_together(pattern)
+                    early = [each.part for each in pattern.questions if each.is_early]
+                    if len(together := self._together(pattern, early)) < len(early):
+                        pattern.early = together
+                    pattern.parts = self._together(pattern, pattern.parts)
                 for part in pattern.parts:
                     part.compiled(part.function)
                 recorder.make_views(segment, pattern.kept)
@@ -419,23 +545,30 @@ class Matcher(TorchFunctionMode):
             for place in () if self._pattern is pattern else pattern.lasting:
                 place.tensor = None
         pattern.version = records_version()
+        self._strayed = max(self._strayed - 1, 0)
         return True
 
-    def _put_together(self, pattern: Pattern) -> None:
-        """Compile the components of a pattern as one graph at its first match, if that is possible."""
+    def _together(self, pattern: Pattern, parts: Iterable[Part]) -> list[Part]:
+        """Compile components of a pattern as one graph at its first match, if that is possible."""
         segment = pattern.segment
         single: list[Part] = []
         several: list[Part] = []
-        for part in pattern.parts:
-            has_product = any(is_matrix_product(each.signature.operator) for each in part.function.operations)
+        for part in parts:
             written = segment.written.intersection(part.function.inputs)  # 0-d tensors belong to no row
-            is_alone = has_product or any(not segment.values[value].spec.size for value in written)
+            is_alone = any(map(segment.has_product, part.function.operations)) or any(
+                not segment.values[value].spec.size for value in written
+            )
             (single if is_alone else several).append(part)
         if len(several) < 2:
-            return
-        operations = [operation for part in several for operation in part.function.operations]
-        kept = [number for part in several for number in part.function.kept]
-        function = RecordedFunction(segment, operations, kept, self._recorder.kind_of)
+            return [*single, *several]
+        joined = [part.function for part in several]
+        function = RecordedFunction(
+            segment,
+            [operation for each in joined for operation in each.operations],
+            [value for each in joined for value in each.kept],
+            self._recorder.kind_of,
+            [value for each in joined for value in each.returned],
+        )
         positions = function.positions
         changing = {part.function.positions[i] for part in several for i in part.compiled.inputs}
         changed = [i for i, position in enumerate(positions) if position in changing]
@@ -459,13 +592,13 @@ class Matcher(TorchFunctionMode):
         try:
             compiled = compiled_for(function, self._recorder.compile_graph, changed, takes_sizes=False)
         except NotByFamily:
-            return
+            return [*single, *several]
         if not {*shared.values()}.issubset(compiled.inputs):
-            return  # only components are compiled anew for other numbers
+            return [*single, *several]  # only components are compiled anew for other numbers
         for part in several:
             part.compiled.owner.within.append(compiled.owner)
-        pattern.bound = function.bound
-        pattern.parts = [*single, Part(function, compiled)]
+        pattern.bound |= function.bound.keys()
+        return [*single, Part(function, compiled)]
 
     # -- calls that are recorded
 
@@ -475,11 +608,12 @@ class Matcher(TorchFunctionMode):
             return
         recorder, self.has_matched = self._recorder, False
         self._calls, self._sources = pattern.calls[: self._next], []
+        self._strayed += 2 * any(call.question is not None for call in self._calls)
         self._results, self._pattern = self._results_so_far(), None
         try:
             with recorder if recorder.is_dispatching else nullcontext():
                 for call in self._calls:
-                    if call.is_executed:
+                    if call.is_executed and call.question is None:
                         continue
                     values = [*map(self._value, call.arguments)]
                     named = len(values) - len(call.names)
@@ -490,6 +624,8 @@ class Matcher(TorchFunctionMode):
         finally:
             for result in self._results.values():
                 result.tensor = None  # later steps get others
+            pattern.segment.forget_tensors()
+        self._is_noting = self._is_noting and not recorder.flushed
         self._operations = len(recorder.segment.operations)
 
     def _take_over(self, template: Any, made: Any) -> None:
@@ -508,7 +644,9 @@ class Matcher(TorchFunctionMode):
 
     def _recorded(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         recorder, self.has_matched = self._recorder, False
-        first, executed = len(recorder.segment.operations), recorder.executed
+        first, executed, questions = (
+            len(recorder.segment.operations), recorder.executed, len(recorder.questions)
+        )  # fmt: skip
         recorder.flushed.clear()
         call = Call(func, [], tuple(kwargs))
         self._is_noting = self._is_noting and first == self._operations and not torch.is_grad_enabled()
@@ -522,6 +660,7 @@ class Matcher(TorchFunctionMode):
         elif self._is_noting:
             self._operations = len(recorder.segment.operations)
             call.is_executed, given = self._operations == first, len(self._given)
+            call.question = questions if len(recorder.questions) > questions else None
             call.result = self._template(result, partial(self._other, call))
             if not call.is_executed and (recorder.executed > executed or len(self._given) > given):
                 self._is_noting = False
@@ -620,25 +759,35 @@ class Matcher(TorchFunctionMode):
         calls, siblings, flushed = [*self._calls, end], self._siblings, self._recorder.flushed
         if not self._is_noting or not flushed:
             return
-        segment, kept, found = flushed[-1]
+        segment, kept, found, questions = flushed[-1]
         if len(segment.operations) != self._operations or len(segment.numbers) != len(self._sources):
             return
+        for function, _ in questions:
+            asked_of = function.form
+            function.look_at(self._recorder.kind_of, len(function.inputs))
+            if function.form != asked_of:
+                return  # the segment has given tensors error terms, which the code does not read
         lasting = {*kept}.union(*(each.function.kept for each in found))
-        used = {value for each in found for value in each.function.inputs}
+        used = {value for each in (*found, *questions) for value in each.function.inputs}
         used |= {base for value in kept if segment.is_input(base := segment.base(value))}
+        expected = self._expected()
         inputs = []
         for number in sorted(used):
             tensor = segment.values[number].tensor
+            place, storage = self._given.get(id(tensor)), storage_of(tensor)
+            next_one = expected.get(storage, TensorWeakRef(tensor))
+            if (held := next_one()) is not None and layout_of(held) == layout_of(tensor):
+                tensor = held  # where the step has met its ``.data``
             kind = self._kind(tensor, number in segment.written)
-            place = self._given.get(id(tensor))
-            inputs.append(Input(number, place, TensorWeakRef(tensor), storage_of(tensor), kind))
+            inputs.append(Input(number, place, TensorWeakRef(tensor), storage, kind, next_one))
         direct = [each.place for each in inputs]
         of_storage = {each.storage: each for each in inputs}
         recorded = found_in(Place, [call.arguments for call in self._calls if not call.is_executed])
         for place in dict.fromkeys(each for each in recorded if each.is_real and each not in direct):
             if (viewed := of_storage.get(storage_of(place.tensor))) is not None:
                 viewed.views.append((place, layout_of(place.tensor)))
-        constants_at = {each.function.positions[i] for each in found for i in each.compiled.constants}
+        parts = (*found, *questions)
+        constants_at = {each.function.positions[i] for each in parts for i in each.compiled.constants}
         changing = {*self._sources}.difference(self._sources[at] for at in constants_at)
         results = {number: each for number, each in self._results.items() if number not in lasting}
         places = [
@@ -648,11 +797,33 @@ class Matcher(TorchFunctionMode):
         segment.forget_tensors()
         pattern = Pattern(
             calls, segment, kept, places, [*results.values()], inputs, self._numbers, changing,
-            self._sources, found,
+            self._sources, found, [*map(partial(self._question, inputs), questions)],
         )  # fmt: skip
         kept_on = [each for each in siblings if each.calls != calls and not each.is_stale()]
         siblings[:] = [pattern, *kept_on[: MOST_PATTERNS - 1]]
         self._added.append(pattern)
+
+    def _question(self, inputs: Sequence[Input], part: Part) -> Question:
+        read = [each for each in inputs if each.value in part.function.inputs]
+        return Question(part, read, self._recorder.written_at_once.isdisjoint(each.storage for each in read))
+
+
+def _numbers_in(answers: Mapping[int, Tensor]) -> dict[int, Any]:
+    """Return the only element of each tensor; all of a kind are read at once."""
+    of_kind: dict[Any, list[int]] = defaultdict(list)
+    for value, answer in answers.items():
+        of_kind[answer.dtype, answer.device].append(value)
+    read = [(each, torch.stack([answers[i].reshape(()) for i in each]).tolist()) for each in of_kind.values()]
+    return {value: number for values, numbers in read for value, number in zip(values, numbers, strict=True)}
+
+
+def _has_views(each: Input, storage: int) -> bool:
+    """Return whether the views of an input that have been met lie in a memory as they were recorded."""
+    for place, layout in each.views:
+        view = place.tensor
+        if view is not None and (storage_of(view) != storage or layout_of(view) != layout):
+            return False
+    return True
 
 
 _SET_DATA = Tensor.data.__set__  # type: ignore[attr-defined]

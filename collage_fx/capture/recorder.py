@@ -6,8 +6,8 @@ Dynamo cannot capture a step that branches on the value of a tensor inside its l
 (``if norm > 0:``), calls into NumPy, or calls ``torch.compile`` itself. Python runs such a step instead,
 under a :class:`Recorder`: operations on tensors are recorded, and their results are
 :class:`~collage_fx.capture.segment.Deferred` tensors, of which only shape and dtype are known. When the step
-asks for a value (``float(norm)``), and when it ends, the backend compiles the recorded operations like a
-captured graph, and executes them (a *flush*). Then the deferred tensors that are still referenced become
+ends, or needs values before, the backend compiles the recorded operations like a captured graph, and executes
+them (a *flush*). Then the deferred tensors that are still referenced become
 ordinary tensors, in place (``torch.utils.swap_tensors``).
 
 * Each flush splits its operations into components that have no tensor in common, mostly the update of one
@@ -23,6 +23,19 @@ ordinary tensors, in place (``torch.utils.swap_tensors``).
   is given new numbers again and again, is executed at once as well.
 * State is not packed: no component shows all that the step does with a state (``recording.py``).
 * A step with the calls of an earlier one is not recorded again: Note [Matched steps] in ``matching.py``.
+
+Note [Questions]
+----------------
+Many steps ask for a number of each parameter (``if norm > 0:``). With a flush for each, they would be
+executed parameter by parameter. So such a number is computed by a function of its own, from copies of the
+tensors that it would overwrite, and nothing is executed: the operations are computed again when the step
+ends. A question flushes if that cost more: if it needs the result of an operation that was computed for an
+earlier one, or a product of matrices; or if it needs random numbers, which would be others then.
+
+A matched step answers its questions together, at the first of them, as the tensors are known before the step
+meets them: those that the optimizer holds, and the gradients of its parameters. An answer is used if, by the
+time of its question, the calls have met these very tensors, and the numbers that it was computed with. Where
+answers lead to other calls again and again, no pattern fits for long, and questions flush from then on.
 """
 
 from __future__ import annotations
@@ -31,7 +44,7 @@ import contextlib
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextvars import ContextVar, Token
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -69,11 +82,29 @@ aten = torch.ops.aten
 #: Compiled functions that may differ in burned-in numbers; from then on their operators are executed at once.
 BURNED_IN_AGAIN = 4
 
+#: Functions that return a tensor's only value -> their conversion of its number.
+QUESTIONS: dict[Any, Callable[[Any], Any]] = {
+    Tensor.item: lambda value: value,
+    Tensor.__bool__: bool,
+    Tensor.__float__: float,
+    Tensor.__index__: int,
+    Tensor.__int__: int,
+}
+
 #: Name of a function -> its numbers, None where a number has changed. Checkpoints hold them.
 Numbers = dict[str, list[float | None]]
 
 #: Whether operations that this thread calls are being recorded.
 _is_recording: ContextVar[bool] = ContextVar("_is_recording", default=False)
+
+
+class Flushed(NamedTuple):
+    """Segment that has been executed."""
+
+    segment: Segment
+    kept: Sequence[int]  # numbers of the results that were still referenced
+    parts: Sequence[Part]  # its components, without their tensors
+    questions: Sequence[Part]  # the functions by which questions were answered
 
 
 class Recorder(torch_compat.TorchDispatchMode):
@@ -100,9 +131,12 @@ class Recorder(torch_compat.TorchDispatchMode):
         self._numbers = numbers
         self.is_dispatching = False
         self.segment = Segment()
-        #: Segments executed since the list was cleared, each with the numbers of the results that were still
-        #: referenced, and its components without their tensors.
-        self.flushed: list[tuple[Segment, Sequence[int], Sequence[Part]]] = []
+        #: Functions of the segment by which values were computed that the step has asked for.
+        self.questions: list[Part] = []
+        self._answered_by: set[int] = set()  # operations in these that calculate, by ``id``
+        self.answers = True  # whether it computes them without executing the segment, where that is possible
+        self.flushed: list[Flushed] = []  # since the list was cleared
+        self.written_at_once: set[int] = set()  # storages that executed operations of the step have written
         self.executed = 0  # number of operations that have been executed at once, without views
         self.called: Any = None  # function of torch whose call is under way
         self.called_at = 0  # number of operations that are older than that call
@@ -128,6 +162,9 @@ class Recorder(torch_compat.TorchDispatchMode):
         finally:
             self._steps += 1
             self.segment = Segment()
+            self.questions = []
+            self._answered_by.clear()
+            self.written_at_once.clear()
             self.flushed.clear()
             self._viewed.clear()
             for kind, reference in self._noted:
@@ -219,6 +256,8 @@ class Recorder(torch_compat.TorchDispatchMode):
         if depends:
             self.flush()
             args, kwargs = map_aggregate((args, kwargs), real)
+        if signature.writes:
+            self.written_at_once.update(map(_storage_of, tensors))
         result = signature.operator(*args, **kwargs)
         self.executed += not signature.operator.is_view
         is_new = signature.results == (("new", ""),) and isinstance(result, Tensor)
@@ -234,6 +273,8 @@ class Recorder(torch_compat.TorchDispatchMode):
         read rounded values: numbers that Python reads, and factorizations, which 16-bit tensors do not have.
         """
         func = signature.operator
+        if func is aten._local_scalar_dense.default and (answer := self._answer(args[0])) is not None:
+            return func(answer)
         if signature.reads_no_values or factorizes(func) or func is aten._local_scalar_dense.default:
             return self._call(signature, args, kwargs)
         wide: dict[int, tuple[Tensor, Tensor]] = {}
@@ -257,6 +298,29 @@ class Recorder(torch_compat.TorchDispatchMode):
         if not wide or not any(isinstance(each, Tensor) for each in pytree.tree_leaves(results)):
             return results
         return pytree.tree_map(rounded, results, self._without_elements(signature, args, kwargs))
+
+    def _answer(self, asked: Tensor) -> Tensor | None:
+        """Compute a value that the step asks for, and execute nothing of the segment: Note [Questions].
+
+        Return None if that is not possible, or would compute too much twice.
+        """
+        segment = self.segment
+        if not (self.answers and self.called in QUESTIONS and type(asked) is Deferred and segment.has(asked)):
+            return None
+        operations = segment.needed_for([asked.value], for_inputs=False)
+        if segment.base(asked.value) != asked.value or any(
+            id(each) in self._answered_by
+            or segment.has_product(each)
+            or torch.Tag.nondeterministic_seeded in each.signature.operator.tags
+            for each in operations
+        ):
+            return None
+        self._answered_by.update(id(each) for each in operations if not each.signature.operator.is_view)
+        with self.paused(), torch.no_grad():
+            function = RecordedFunction(segment, operations, (), self.kind_of, [asked.value])
+            compiled, (answer,) = self._called(function)
+        self.questions.append(Part(function, compiled))
+        return cast(Tensor, answer)
 
     def _changed_in_place(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Tensor:
         """Change a tensor's layout in place, as ``t_`` does, or replace its memory, as ``set_`` does.
@@ -408,6 +472,8 @@ class Recorder(torch_compat.TorchDispatchMode):
 
     def flush(self) -> None:
         segment, self.segment = self.segment, Segment()
+        questions, self.questions = self.questions, []
+        self._answered_by.clear()
         is_within = self.is_dispatching and len(segment.operations) > self.called_at
         self.called_at = 0
         with self.paused(), torch.no_grad():
@@ -415,7 +481,8 @@ class Recorder(torch_compat.TorchDispatchMode):
             self.settle()
             executed = [self._execute(segment, *each) for each in segment.components(kept)]
             self.make_views(segment, kept)
-        self.flushed.append((segment, kept, [part for part in executed if part is not None]))
+        parts = [part for part in executed if part is not None]
+        self.flushed.append(Flushed(segment, kept, parts, questions))
 
     def make_views(self, segment: Segment, kept: Sequence[int]) -> None:
         for value in kept:
@@ -456,28 +523,31 @@ class Recorder(torch_compat.TorchDispatchMode):
         for value in kept:
             self.take_over(segment.values[value].tensor)
         function = RecordedFunction(segment, operations, kept, self.kind_of)
+        return Part(function, self._called(function)[0])
+
+    def _called(self, function: RecordedFunction) -> tuple[Compiled, Any]:
+        """Execute a function, compiled unless its code is known; return the code, and its results."""
         key = (function.form, function.shapes, *function.sizes)
         if key not in self._compiled and self._first_met.setdefault(function.form, self._steps) < self._steps:
             key = function.form
         known = self._compiled.setdefault(key, [])
         known[:] = [each for each in known if not each.owner.is_stale]
         if (compiled := next((each for each in known if each.fits(function)), None)) is not None:
-            compiled(function)
-            return Part(function, compiled)
+            return compiled, compiled(function)
         takes_sizes = key is function.form
         compiled = self._compile(function, takes_sizes=takes_sizes)
         known.insert(0, compiled)
         if len(known) >= BURNED_IN_AGAIN:
-            operators = [each.signature for each in operations for _ in each.numbers]
+            operators = [each.signature for each in function.operations for _ in each.numbers]
             self._at_once.update(operators[position] for position in compiled.burned_in)
-        compiled(function)
+        returned = compiled(function)
         if not compiled.owner.is_stale:
             # The code is that for tensors with the error terms that it gives.
             function.look_at(self.kind_of, len(function.inputs))
             key = function.form if takes_sizes else (function.form, *key[1:])
             self._compiled.setdefault(key, known)
             self._first_met.setdefault(function.form, self._steps)
-        return Part(function, compiled)
+        return compiled, returned
 
     def _compile(self, function: RecordedFunction, *, takes_sizes: bool) -> Compiled:
         """Compile a function, with the numbers that have been seen to change as inputs, and note its numbers.
@@ -525,4 +595,5 @@ def _whole_memory(tensor: Tensor) -> Tensor:
         return base
     if is_whole(tensor):
         return tensor
-    return torch.empty(0, dtype=tensor.dtype, device=tensor.device).set_(tensor.untyped_storage())
+    with torch_compat.without_modes():
+        return torch.empty(0, dtype=tensor.dtype, device=tensor.device).set_(tensor.untyped_storage())

@@ -329,7 +329,7 @@ class _Recording:
         self._parameters: dict[int, Tensor] = {}
         self._recorder = Recorder(self._compiled, self._kind_of, self._parameters.get, self._known, numbers)
         # A compiled function outlives optimizers.
-        self._matcher = Matcher(self._recorder, self._is_gradient, binds=not label)
+        self._matcher = Matcher(self._recorder, self._is_gradient, self._expected, binds=not label)
         self._references = [*map(weakref.ref, optimizers)]
         self._weights = [*map(TensorWeakRef, weights)]
         self._others: WeakSet[Optimizer] = WeakSet()
@@ -510,6 +510,21 @@ class _Recording:
     def _is_gradient(self, tensor: Tensor) -> bool:
         reference = self._gradients.get(id(tensor))
         return reference is not None and reference() is tensor
+
+    def _expected(self) -> dict[int, Callable[[], Tensor | None]]:
+        """Return, by the memory of each tensor of the step, functions that return the next step's."""
+        held = (each.tensor for each in self._known().values() if torch_compat.has_storage(each.tensor))
+        found: dict[int, Callable[[], Tensor | None]] = {
+            storage_of(each): TensorWeakRef(each) for each in held
+        }
+        for parameter in self._parameters.values():
+            if (gradient := parameter.grad) is not None and torch_compat.has_storage(gradient):
+                found[storage_of(gradient)] = partial(self._gradient_of, TensorWeakRef(parameter))
+        return found
+
+    def _gradient_of(self, parameter: TensorWeakRef) -> Tensor | None:
+        found = parameter()
+        return None if found is None or found.grad is None else self._recorder.owner(found.grad)
 
     def _compiled(self, module: GraphModule, arguments: Any, by_family: bool) -> Callable[..., Any]:
         """Compile a component; warn if many steps in a row had to compile."""

@@ -17,6 +17,7 @@ from torch.fx.node import map_aggregate
 
 from collage_fx import graph, torch_compat
 from collage_fx.errors import UnsupportedTensorError
+from collage_fx.graph import is_matrix_product
 from collage_fx.torch_compat import SymbolicScope, wrapper_subclass
 
 aten = torch.ops.aten
@@ -326,21 +327,35 @@ class Segment:
         Operations that nothing needs are left out: a number that changes in them changes nothing.
         """
         bases = {self.base(value) for value in kept}
-        needed, live = set(bases), list[Operation]()
-        for operation in reversed(self.operations):
-            read = {self.base(value) for value in operation.tensors}
-            updated = read & self.written if operation.signature.writes else ()
-            if not needed.isdisjoint(map(self.base, operation.results)) or any(
-                value in needed or self.is_input(value) for value in updated
-            ):
-                live.append(operation)
-                needed |= read
 
         def connects(value: int) -> bool:  # a shared scalar, such as a learning rate, does not
             return not self.is_input(value) or value in self.written or self.values[value].tensor.dim() > 0
 
-        found = graph.components(live[::-1], lambda op: filter(connects, (*op.results, *op.tensors)))
+        live = self.needed_for(bases, for_inputs=True)
+        found = graph.components(live, lambda op: filter(connects, (*op.results, *op.tensors)))
         return [(each, [r for operation in each for r in operation.results if r in bases]) for each in found]
+
+    def needed_for(self, bases: Collection[int], *, for_inputs: bool) -> list[Operation]:
+        """Return the operations that some bases depend on, and if ``for_inputs`` the inputs' last values."""
+        needed, found = {*bases}, list[Operation]()
+        for operation in reversed(self.operations):
+            updated = self.updated_by(operation)
+            if not needed.isdisjoint(map(self.base, operation.results)) or any(
+                value in needed or (for_inputs and self.is_input(value)) for value in updated
+            ):
+                found.append(operation)
+                needed |= {self.base(value) for value in operation.tensors}
+        return found[::-1]
+
+    def has_product(self, operation: Operation) -> bool:
+        """Return whether an operation is a product of matrices; that of two vectors is a sum."""
+        results = [self.values[result].spec for result in operation.results]
+        return is_matrix_product(operation.signature.operator) and any(each.size for each in results)
+
+    def updated_by(self, operation: Operation) -> set[int]:
+        """Return the bases that an operation may overwrite."""
+        read = operation.tensors if operation.signature.writes else ()
+        return self.written & {self.base(value) for value in read}
 
 
 _lonely = _Value(object(), Spec((), (), torch.float32, torch.device("cpu")), 0)
@@ -351,7 +366,8 @@ UNREFERENCED = sys.getrefcount(_lonely.tensor)
 class RecordedFunction:
     """Component of recorded operations as a function of tensors, numbers and sizes.
 
-    ``kept``: numbers of the results that are needed, now real tensors; ``kind_of``: see the recorder.
+    ``kept``: numbers of the results that are needed, now real tensors; ``kind_of``: see the recorder. The
+    function answers questions if there are any results that are ``returned``: then it writes to no input.
     """
 
     def __init__(
@@ -360,6 +376,7 @@ class RecordedFunction:
         operations: Sequence[Operation],
         kept: Sequence[int],
         kind_of: Callable[[Tensor, bool], Any],
+        returned: Sequence[int] = (),
     ) -> None:
         self.positions: list[int] = []  # of its numbers, among those of the segment
         self.sizes: list[int] = []
@@ -367,7 +384,7 @@ class RecordedFunction:
         self.bound: Mapping[int, Tensor] = {}  # values that are the graph's attributes then: always the same
         self.shared: Mapping[int, int] = {}  # number's index -> index of the first that is always equal, then
         self._segment = segment
-        self.operations, self.kept = operations, kept
+        self.operations, self.kept, self.returned = operations, kept, returned
         self.inputs: list[int] = []
         self._order: dict[int, int] = {}
         self.described = tuple(map(self._describe, operations))  # whatever kind of tensors they read
@@ -389,14 +406,14 @@ class RecordedFunction:
 
     def look_at(self, kind_of: Callable[[Tensor, bool], Any], count: int) -> None:
         """Look at the kinds of the first tensors, which error terms change and the form depends on."""
-        written = self._segment.written
+        written = () if self.returned else self._segment.written
         self._kinds[:count] = [
             (tensor.dim(), tensor.dtype, tensor.device, type(tensor), kind_of(tensor, value in written))
             for value, tensor in zip(self.values[:count], self.tensors(), strict=False)
         ]
-        kept = tuple(self._order[value] for value in self.kept)
+        results = (tuple(map(self._order.__getitem__, each)) for each in (self.kept, self.returned))
         #: Key of the function, whatever its numbers and sizes.
-        self.form = (self.described, kept, tuple(self._kinds), torch.get_default_dtype())
+        self.form = (self.described, *results, tuple(self._kinds), torch.get_default_dtype())
 
     def _describe(self, operation: Operation) -> tuple[Any, ...]:
         """Describe an operation by numbers within the component, without its numbers and sizes."""
@@ -437,6 +454,11 @@ class RecordedFunction:
         sizes: Sequence[Any] = self.sizes
         if takes_sizes:
             sizes = [body.placeholder(f"size{i}") for i in range(len(sizes))]
+        made = [*nodes.items(), *zip(self.kept, targets, strict=True)]
+        if self.returned:
+            updated = set().union(*map(self._segment.updated_by, self.operations))
+            for value in sorted(updated & nodes.keys()):
+                nodes[value] = body.call_function(aten.clone.default, (nodes[value],))
         read = {i: body.call_function(aten._local_scalar_dense.default, (n,)) for i, n in given.items()}
         numbers = enumerate(self.numbers)
         numbers_left = iter([read.get(self.shared.get(i, i), number) for i, number in numbers])
@@ -451,10 +473,10 @@ class RecordedFunction:
                 nodes[value] = body.call_function(operator.getitem, (node, i)) if has_several else node
         for target, value in zip(targets, self.kept, strict=True):
             body.call_function(aten.copy_.default, (target, nodes[value]))
-        body.output(())
+        body.output(tuple(map(nodes.__getitem__, self.returned)))
         if self.is_together:
             values = self._segment.values
-            made = [*nodes.items(), *zip(self.kept, targets, strict=True)]
+            made += nodes.items()
             with scope.fake_mode:
                 examples: dict[Node, Any] = {node: values[value].spec.empty() for value, node in made}
             examples |= zip(read.values(), scope.numbers, strict=True)

@@ -17,6 +17,7 @@ from unittest import mock
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from collage_fx.capture.compiled import Compiled
 from collage_fx.capture.matching import Matcher
 from collage_fx.capture.recorder import Recorder
 from collage_fx.capture.segment import RecordedFunction
@@ -62,6 +63,22 @@ def components_compiled() -> Iterator[list[RecordedFunction]]:
 
     with mock.patch.object(Recorder, "_compile", compiled):
         yield found
+
+
+@contextlib.contextmanager
+def code_called() -> Iterator[list[int]]:
+    """Context manager: counts the calls of code that is compiled for parts of recorded steps.
+
+    The list that it gives has one entry, their number so far.
+    """
+    call, count = Compiled.__call__, [0]
+
+    def counting(self: Compiled, function: RecordedFunction) -> Any:
+        count[0] += 1
+        return call(self, function)
+
+    with mock.patch.object(Compiled, "__call__", counting):
+        yield count
 
 
 # The way that a step takes. --------------------------------------------------------------------------------
