@@ -16,6 +16,7 @@ pattern's one by one. Where the segment ends, the code is called.
 * Where a call differs, another pattern with the same calls so far goes on. If there is none, the calls so
   far, which have not been executed, are recorded, and the rest of the segment.
 * Calls that are executed at once (counters, views of whole tensors) are executed when they are matched.
+* Most calls that ask for a value end no segment: Note [Questions] in ``recorder.py``.
 * At a pattern's first match, its components are compiled again as one graph: equal updates become one call.
 * Steps with a closure or under autocast are never matched, nor are segments with operations that no mode for
   torch functions sees (scripted functions), or that enable gradients.
@@ -131,7 +132,7 @@ class Question(NamedTuple):
 class Pattern:
     """Segment that has been recorded, with which later steps are compared."""
 
-    calls: list[Call]  # the last asks for a value, or is the end of a step: a call of None
+    calls: list[Call]  # the last ends the segment, or is the end of a step: a call of None
     segment: Segment  # without tensors
     kept: Sequence[int]  # numbers of the results that outlive it
     lasting: Sequence[Place]  # these, and the results that they are views of
@@ -413,12 +414,12 @@ class Matcher(TorchFunctionMode):
         answers: dict[int, Any] = {}
         read = {value for part in pattern.early for value in part.function.inputs}
         is_current = records_version() == pattern.version
-        for each in [each for each in pattern.inputs if each.value in read]:
-            found = self._found(each)
-            found = each.expected() if found is None else found
-            if not self._fit(pattern, each, found, is_current=is_current):
-                return {}
         with self._recorder.paused(), torch.no_grad():
+            for each in [each for each in pattern.inputs if each.value in read]:
+                found = self._found(each)
+                found = each.expected() if found is None else found
+                if not self._fit(pattern, each, found, is_current=is_current):
+                    return {}
             for function, compiled in pattern.early:
                 self._give_numbers(pattern, function)
                 if compiled.owner.is_stale or not compiled.fits(function):
@@ -689,7 +690,10 @@ class Matcher(TorchFunctionMode):
         """
         if func is not Tensor.data_ptr or type(tensor := real(args[0])) is Deferred:
             return True
-        return not has_storage(tensor) or storage_of(tensor) in self._recorder.segment.of_storage
+        if not has_storage(tensor):
+            return True
+        self._recorder.written_at_once.add(storage_of(tensor))
+        return storage_of(tensor) in self._recorder.segment.of_storage
 
     def _template(self, value: Any, of_other: Callable[[Any], Any]) -> Any:
         """Return the template of tensors, also in lists; ``of_other`` returns templates of other values.

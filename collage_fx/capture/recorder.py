@@ -136,7 +136,7 @@ class Recorder(torch_compat.TorchDispatchMode):
         self._answered_by: set[int] = set()  # operations in these that calculate, by ``id``
         self.answers = True  # whether it computes them without executing the segment, where that is possible
         self.flushed: list[Flushed] = []  # since the list was cleared
-        self.written_at_once: set[int] = set()  # storages that executed operations of the step have written
+        self.written_at_once: set[int] = set()  # storages that the step may have written otherwise
         self.executed = 0  # number of operations that have been executed at once, without views
         self.called: Any = None  # function of torch whose call is under way
         self.called_at = 0  # number of operations that are older than that call
@@ -307,7 +307,7 @@ class Recorder(torch_compat.TorchDispatchMode):
         segment = self.segment
         if not (self.answers and self.called in QUESTIONS and type(asked) is Deferred and segment.has(asked)):
             return None
-        operations = segment.needed_for([asked.value], for_inputs=False)
+        operations = segment.needed_for(asked.value)
         if segment.base(asked.value) != asked.value or any(
             id(each) in self._answered_by
             or segment.has_product(each)

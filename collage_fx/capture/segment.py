@@ -6,6 +6,7 @@ import functools
 import hashlib
 import operator
 import sys
+from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, cast
@@ -252,10 +253,14 @@ class Segment:
     inputs: dict[Any, int] = field(default_factory=dict)  # real tensors met, by their storage and layout
     of_storage: dict[int, int] = field(default_factory=dict)  # storage -> number of the input that spans it
     written: set[int] = field(default_factory=set)  # values that operations overwrite; all are bases
+    #: Base -> positions of the operations that make or overwrite a value of its memory.
+    makers: dict[int, list[int]] = field(default_factory=lambda: defaultdict(list))
 
     def add(self, operation: Operation) -> None:
         operation.first_number = len(self.numbers)
         self.numbers += operation.numbers
+        for base in {*map(self.base, operation.results), *self.updated_by(operation)}:
+            self.makers[base].append(len(self.operations))
         self.operations.append(operation)
 
     def add_input(self, tensor: Tensor) -> int:
@@ -279,8 +284,8 @@ class Segment:
     def add_view(self, tensor: Tensor, value: int, signature: Signature, *args: Any) -> int:
         """Add a real tensor as the view of another value that an operator returns; return its number."""
         operation = Operation(signature, ((Tensor, *args), ()), [value])
-        self.add(operation)
         self.add_result(operation, tensor, value)
+        self.add(operation)
         return operation.results[0]
 
     def has(self, deferred: Deferred) -> bool:
@@ -327,25 +332,30 @@ class Segment:
         Operations that nothing needs are left out: a number that changes in them changes nothing.
         """
         bases = {self.base(value) for value in kept}
+        needed, live = set(bases), list[Operation]()
+        for operation in reversed(self.operations):
+            if not needed.isdisjoint(map(self.base, operation.results)) or any(
+                value in needed or self.is_input(value) for value in self.updated_by(operation)
+            ):
+                live.append(operation)
+                needed |= {self.base(value) for value in operation.tensors}
 
         def connects(value: int) -> bool:  # a shared scalar, such as a learning rate, does not
             return not self.is_input(value) or value in self.written or self.values[value].tensor.dim() > 0
 
-        live = self.needed_for(bases, for_inputs=True)
-        found = graph.components(live, lambda op: filter(connects, (*op.results, *op.tensors)))
+        found = graph.components(live[::-1], lambda op: filter(connects, (*op.results, *op.tensors)))
         return [(each, [r for operation in each for r in operation.results if r in bases]) for each in found]
 
-    def needed_for(self, bases: Collection[int], *, for_inputs: bool) -> list[Operation]:
-        """Return the operations that some bases depend on, and if ``for_inputs`` the inputs' last values."""
-        needed, found = {*bases}, list[Operation]()
-        for operation in reversed(self.operations):
-            updated = self.updated_by(operation)
-            if not needed.isdisjoint(map(self.base, operation.results)) or any(
-                value in needed or (for_inputs and self.is_input(value)) for value in updated
-            ):
-                found.append(operation)
-                needed |= {self.base(value) for value in operation.tensors}
-        return found[::-1]
+    def needed_for(self, base: int) -> list[Operation]:
+        """Return the operations that a value with memory of its own depends on."""
+        found, left = set[int](), [(base, len(self.operations))]
+        while left:
+            base, end = left.pop()
+            for i in self.makers[base]:
+                if i < end and i not in found:
+                    found.add(i)
+                    left += [(self.base(value), i) for value in self.operations[i].tensors]
+        return [self.operations[i] for i in sorted(found)]
 
     def has_product(self, operation: Operation) -> bool:
         """Return whether an operation is a product of matrices; that of two vectors is a sum."""

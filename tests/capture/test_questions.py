@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import random
 from collections.abc import Callable
 from functools import partial
@@ -140,6 +141,22 @@ def test_a_counter_that_the_step_raises_is_read_after_it() -> None:
     train(optimizer, range(8))
     count = len(params_of(optimizer))
     assert seen == [float(1 + i // count) for i in range(8 * count)]
+
+
+def test_a_gradient_that_a_kernel_writes_by_its_address_is_read_after_it() -> None:
+    """No operation shows the write: the step clips its gradients by a kernel, and asks for their norms."""
+
+    def update(p: Tensor, g: Tensor, state: dict[str, Any], step: int, lr: float) -> None:
+        ctypes.memset(g.data_ptr(), 0, g.numel() * g.element_size())
+        seen.append(g.abs().sum().item())
+        p.add_(g, alpha=-lr)
+
+    seen: list[float] = []
+    optimizer = recorded(update)
+    start = [p.detach().clone() for p in params_of(optimizer)]
+    train(optimizer, range(8))
+    assert not any(seen)
+    assert all(map(torch.equal, start, params_of(optimizer)))
 
 
 def test_steps_that_stray_again_and_again_let_questions_end_segments() -> None:
