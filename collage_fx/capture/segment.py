@@ -6,7 +6,6 @@ import functools
 import hashlib
 import operator
 import sys
-from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, cast
@@ -254,13 +253,13 @@ class Segment:
     of_storage: dict[int, int] = field(default_factory=dict)  # storage -> number of the input that spans it
     written: set[int] = field(default_factory=set)  # values that operations overwrite; all are bases
     #: Base -> positions of the operations that make or overwrite a value of its memory.
-    makers: dict[int, list[int]] = field(default_factory=lambda: defaultdict(list))
+    makers: dict[int, list[int]] = field(default_factory=dict)
 
     def add(self, operation: Operation) -> None:
         operation.first_number = len(self.numbers)
         self.numbers += operation.numbers
         for base in {*map(self.base, operation.results), *self.updated_by(operation)}:
-            self.makers[base].append(len(self.operations))
+            self.makers.setdefault(base, []).append(len(self.operations))
         self.operations.append(operation)
 
     def add_input(self, tensor: Tensor) -> int:
@@ -351,7 +350,7 @@ class Segment:
         found, left = set[int](), [(base, len(self.operations))]
         while left:
             base, end = left.pop()
-            for i in self.makers[base]:
+            for i in self.makers.get(base, ()):
                 if i < end and i not in found:
                     found.add(i)
                     left += [(self.base(value), i) for value in self.operations[i].tensors]
