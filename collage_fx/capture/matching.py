@@ -274,6 +274,9 @@ class Matcher(TorchFunctionMode):
         self._operations = 0
         self._answered: Pattern | None = None
         self._answers: dict[int, Any] = {}
+        self._assumed: dict[
+            int, Tensor
+        ] = {}  # number of an input -> the tensor that was read for the answers
         self._early_runs = 0
         self._pattern = next(iter(self._siblings), None)
 
@@ -390,13 +393,15 @@ class Matcher(TorchFunctionMode):
         assert pattern is not None
         question = pattern.questions[index]
         if self._answered is not pattern:
-            self._answered, self._answers, self._early_runs = pattern, {}, 0
-        while question.value not in self._answers or not self._is_as_expected(pattern, question):
+            self._answered, self._answers, self._early_runs = pattern, self._early_answers(pattern), 1
+        while question.value in self._answers:
+            if self._is_as_expected(pattern, question):
+                return self._answers[question.value]
             if self._early_runs == MOST_EARLY_RUNS:
-                return self._answer_alone(pattern, question)
+                break
             self._early_runs += 1
             self._answers = self._early_answers(pattern)
-        return self._answers[question.value]
+        return self._answer_alone(pattern, question)
 
     def _answer_alone(self, pattern: Pattern, question: Question) -> Any:
         function, compiled = question.part
@@ -420,6 +425,7 @@ class Matcher(TorchFunctionMode):
                 found = each.expected() if found is None else found
                 if not self._fit(pattern, each, found, is_current=is_current):
                     return {}
+                self._assumed[each.value] = pattern.segment.values[each.value].tensor
             for function, compiled in pattern.early:
                 self._give_numbers(pattern, function)
                 if compiled.owner.is_stale or not compiled.fits(function):
@@ -430,7 +436,7 @@ class Matcher(TorchFunctionMode):
     def _is_as_expected(self, pattern: Pattern, question: Question) -> bool:
         """Return whether a question that has been answered before is about the tensors and numbers met."""
         for each in question.inputs:
-            given, found = pattern.segment.values[each.value].tensor, self._found(each)
+            given, found = self._assumed[each.value], self._found(each)
             if found is None or (each.views and not _has_views(each, storage_of(given))):
                 return False
             if found is not given and (
