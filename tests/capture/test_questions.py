@@ -174,3 +174,21 @@ def test_steps_that_stray_again_and_again_let_questions_end_segments() -> None:
     steady = recorded(by_its_norm)
     train(steady, range(40))
     assert vars(steady)[RECORDING]._recorder.answers
+
+
+def test_a_question_answered_alone_makes_no_older_answer_look_right() -> None:
+    """Questions by unforeseen numbers use up all runs; then two are about a tensor that was not foreseen."""
+    others = [torch.ones(4).bfloat16(), torch.full((4,), 3.0).bfloat16()]
+    given, seen = others[:1], []
+
+    def update(p: Tensor, g: Tensor, state: dict[str, Any], step: int, lr: float) -> None:
+        (g * (0.1 * step + 1 / p.numel())).sum().item()
+        if p.dim() == 0:
+            seen.append((given[0].sum().item(), given[0].abs().max().item()))
+        p.add_(g, alpha=-lr)
+
+    optimizer = recorded(update)
+    for i in range(STEPS):
+        given[0] = others[i % 2]
+        train(optimizer, [i])
+    assert seen == [(4.0, 1.0), (12.0, 3.0)] * (STEPS // 2)
