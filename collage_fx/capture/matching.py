@@ -18,6 +18,7 @@ pattern's one by one. Where the segment ends, the code is called.
 * Calls that are executed at once (counters, views of whole tensors) are executed when they are matched.
 * Most calls that ask for a value end no segment: Note [Questions] in ``recorder.py``.
 * At a pattern's first match, its components are compiled again as one graph: equal updates become one call.
+  Of patterns that differ in answers to questions, the others wait for that, as compiling takes long.
 * Steps with a closure or under autocast are never matched, nor are segments with operations that no mode for
   torch functions sees (scripted functions), or that enable gradients.
 """
@@ -71,6 +72,9 @@ MOST_EARLY_RUNS = 3
 
 #: Number of patterns for a segment of a step.
 MOST_PATTERNS = 16
+
+#: Matches of a pattern for each sibling that is one graph already, before it becomes one, too.
+JOINED_AFTER = 100
 
 
 @dataclass(slots=True, eq=False)
@@ -147,6 +151,8 @@ class Pattern:
     bound: set[int] = field(default_factory=set)  # numbers of the inputs that the code has as its own tensors
     equal: set[tuple[int, int]] = field(default_factory=set)  # of numbers that are one input of the code
     version: object = None  # state of all error terms at the last match; None before the first
+    matches: int = 0
+    is_joined: bool = False  # whether its components have been compiled as one graph, as far as possible
 
     def takes(self, index: int, number: object) -> bool:
         """Return whether the code can be given a number in the place of a recorded number."""
@@ -538,8 +544,8 @@ class Matcher(TorchFunctionMode):
                 for number in dict.fromkeys(map(segment.base, pattern.kept)):
                     if not segment.is_input(number):
                         recorder.take_over(segment.values[number].tensor)
-                if pattern.version is None:
-                    pattern.version = records_version()
+                if not pattern.is_joined and self._is_worth_joining(pattern):
+                    pattern.is_joined = True
                     early = [each.part for each in pattern.questions if each.is_early]
                     if len(together := self._together(pattern, early)) < len(early):
                         pattern.early = together
@@ -552,11 +558,17 @@ class Matcher(TorchFunctionMode):
             for place in () if self._pattern is pattern else pattern.lasting:
                 place.tensor = None
         pattern.version = records_version()
+        pattern.matches += 1
         self._strayed = max(self._strayed - 1, 0)
         return True
 
+    def _is_worth_joining(self, pattern: Pattern) -> bool:
+        """Return whether a pattern has been met often enough: answers may lead to ever other patterns."""
+        joined = sum(each.is_joined for each in self._siblings) if pattern.questions else 0
+        return pattern.matches >= JOINED_AFTER * joined
+
     def _together(self, pattern: Pattern, parts: Iterable[Part]) -> list[Part]:
-        """Compile components of a pattern as one graph at its first match, if that is possible."""
+        """Compile components of a pattern as one graph, if that is possible."""
         segment = pattern.segment
         single: list[Part] = []
         several: list[Part] = []
@@ -810,6 +822,7 @@ class Matcher(TorchFunctionMode):
             self._sources, found, [*map(partial(self._question, inputs), questions)],
         )  # fmt: skip
         kept_on = [each for each in siblings if each.calls != calls and not each.is_stale()]
+        kept_on.sort(key=lambda each: not each.is_joined)
         siblings[:] = [pattern, *kept_on[: MOST_PATTERNS - 1]]
         self._added.append(pattern)
 

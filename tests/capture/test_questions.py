@@ -192,3 +192,27 @@ def test_a_question_answered_alone_makes_no_older_answer_look_right() -> None:
         given[0] = others[i % 2]
         train(optimizer, [i])
     assert seen == [(4.0, 1.0), (12.0, 3.0)] * (STEPS // 2)
+
+
+def test_branches_that_answers_lead_to_are_compiled_once_and_not_for_each_combination() -> None:
+    """From step 8 on, ever other parameters take a branch, by a number that changes for the others, too."""
+
+    def update(p: Tensor, g: Tensor, state: dict[str, Any], step: int, lr: float) -> None:
+        if g.sum().item() > 0:
+            p.addcmul_(p, g, value=-lr / (2 + step))
+        p.add_(g, alpha=-lr / (2 + step))
+
+    optimizer = recorded(update)
+    report = vars(optimizer)[RECORDING].request.backend.report
+
+    def choose(i: int) -> None:
+        for k, p in enumerate(params_of(optimizer)):
+            assert p.grad is not None
+            p.grad = p.grad.abs() * (1 if i // 8 & 2**k else -1)
+
+    train(optimizer, range(8), between=choose)
+    compiled = len(report().graphs)
+    train(optimizer, range(8, 128), between=choose)
+    assert vars(optimizer)[RECORDING]._recorder.answers
+    branched = {p.shape for p in params_of(optimizer)[:4]}  # by the bits of 127 // 8
+    assert len(report().graphs) - compiled == len(branched)
