@@ -20,7 +20,7 @@ from tests.peers.runs import Options, run
 from tests.peers.suites import DTYPES, SUITES, Suite
 from tests.peers.verdicts import Verdict, verdict
 
-HEADERS = ("suite", "dtype", "tests", "pass plainly", "pass installed", "listed", "new failures")
+HEADERS = ("suite", "dtype", "tests", "pass plainly", "pass installed", "unstable", "listed", "new failures")
 
 
 def _sample(text: str) -> tuple[int, int]:
@@ -87,8 +87,8 @@ def require_installed(suites: Iterable[Suite]) -> None:
         )
 
 
-def row(found: Verdict) -> tuple[str, str, int, int, int, int, int]:
-    counts = (found.tests, found.plain, found.passed, len(found.listed), len(found.failed))
+def row(found: Verdict) -> tuple[str, str, int, int, int, int, int, int]:
+    counts = (found.tests, found.plain, found.passed, found.shaken, len(found.listed), len(found.failed))
     return (found.suite, found.dtype, *counts)
 
 

@@ -26,11 +26,13 @@ class Made:
     Attributes:
         install: install each optimizer.
         dtype: of parameters that were float32; None leaves them.
+        shaken: seed of changes by an ulp, of float32 parameters at the start and of gradients before steps.
         is_on: whether optimizers are taken in: not those that a suite makes while pytest collects.
     """
 
     install: bool
     dtype: torch.dtype | None
+    shaken: int | None = None
     is_on: bool = False
     optimizers: list[Optimizer] = field(default_factory=list)
     #: Parameters with their values at the start.
@@ -44,6 +46,12 @@ class Made:
         """Take in an optimizer that has just been made."""
         if not self.is_on:
             return
+        if self.shaken is not None:
+            generator = torch.Generator().manual_seed(self.shaken)
+            _shake(_parameters(optimizer), generator)
+            optimizer.register_step_pre_hook(
+                lambda each, *_: _shake([p.grad for p in _parameters(each) if p.grad is not None], generator)
+            )
         known = {id(parameter) for parameter, _ in self.starts}
         for parameter in _parameters(optimizer):
             if id(parameter) not in known:
@@ -119,6 +127,15 @@ def _held(optimizer: Optimizer) -> Iterator[Optimizer]:
 def _parameters(optimizer: Optimizer) -> list[Tensor]:
     groups = getattr(optimizer, "param_groups", [])
     return [p for group in groups for p in group["params"] if isinstance(p, Tensor)]
+
+
+@torch.no_grad()
+def _shake(tensors: Iterable[Tensor], generator: torch.Generator) -> None:
+    """Change the elements of dense float32 tensors by an ulp, up or down at random."""
+    for tensor in tensors:
+        if tensor.dtype == torch.float32 and tensor.layout == torch.strided:
+            up = torch.rand(tensor.shape, generator=generator) < 0.5
+            tensor.copy_(torch.nextafter(tensor, torch.where(up, torch.inf, -torch.inf)))
 
 
 def moved(starts: Sequence[tuple[Tensor, Tensor]]) -> list[list[float]]:

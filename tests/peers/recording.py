@@ -30,6 +30,7 @@ class Job:
         judges: the tests install optimizers themselves.
         cpu_for_cuda: ``.cuda()`` changes nothing.
         interpreted: run kernels operation by operation, which compiles nothing.
+        shaken: seed of changes by an ulp, of parameters at the start and of gradients; None: no changes.
     """
 
     results: str
@@ -42,6 +43,7 @@ class Job:
     judges: bool = False
     cpu_for_cuda: bool = False
     interpreted: bool = False
+    shaken: int | None = None
 
     def to_json(self) -> str:
         return json.dumps(asdict(self))

@@ -13,6 +13,7 @@ import time
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
@@ -28,10 +29,14 @@ from tests.peers.recording import (
     read,
 )
 from tests.peers.suites import ROOT, Dtype, Suite
+from tests.peers.verdicts import ends_apart
 
-__all__ = ["Options", "run"]
+__all__ = ["Options", "Results", "run"]
 
 WORKER = Path(__file__).with_name("worker.py")
+
+#: Plain runs that begin an ulp apart.
+SHAKEN_RUNS = 4
 
 #: Seconds for a worker to start and to collect the tests.
 START = 300
@@ -56,8 +61,22 @@ class Options:
     again: bool = False
 
 
-def run(suite: Suite, dtype: Dtype, options: Options) -> tuple[dict[str, Result], dict[str, Result]]:
-    """Return the results of a suite, plain and installed, the latter of tests that pass plainly.
+class Results(NamedTuple):
+    """Results of a suite by test.
+
+    Attributes:
+        plain: of all tests.
+        installed: of those that pass plainly.
+        shaken: plain results of runs that begin an ulp apart, of those whose parameters end apart.
+    """
+
+    plain: dict[str, Result]
+    installed: dict[str, Result]
+    shaken: list[dict[str, Result]]
+
+
+def run(suite: Suite, dtype: Dtype, options: Options) -> Results:
+    """Return the results of a suite.
 
     Plain results hold for a version of the package and of torch; installed ones for our sources, too.
     """
@@ -79,7 +98,13 @@ def run(suite: Suite, dtype: Dtype, options: Options) -> tuple[dict[str, Result]
             test: result if result.outcome == "skipped" else Result(test, "passed")
             for test, result in installed.items()
         }
-    return plain, installed
+    shaken: list[dict[str, Result]] = []
+    if dtype == "float32" and not suite.judges:
+        unstable = [test for test, result in installed.items() if ends_apart(plain[test], result)]
+        for seed in range(SHAKEN_RUNS):
+            path = folder / f"{dtype}-shaken-{seed}.jsonl"
+            shaken.append(_run(suite, root, dtype, unstable, path, options, shaken=seed))
+    return Results(plain, installed, shaken)
 
 
 def _run(
@@ -91,6 +116,7 @@ def _run(
     options: Options,
     *,
     install: bool = False,
+    shaken: int | None = None,
 ) -> dict[str, Result]:
     """Run what has no result yet; return all results that belong to the sample."""
     job = Job(
@@ -104,8 +130,9 @@ def _run(
         suite.judges,
         suite.cpu_for_cuda,
         options.interpreted and install,
+        shaken,
     )
-    if ids == [] or is_complete(path, options.sample):
+    if ids == [] or (is_complete(path, options.sample) and shaken is None):
         pass
     elif suite.processes:
         _run_scripts(suite, root, job, options.time_limit)

@@ -25,7 +25,7 @@ def main() -> int:
 
     job = Job(**json.loads(sys.argv[1]))
     torch.set_num_threads(1)
-    made = Made(job.install, torch.bfloat16 if job.dtype == "bf16" else None)
+    made = Made(job.install, torch.bfloat16 if job.dtype == "bf16" else None, job.shaken)
     if not job.judges:
         torch._inductor.config.fallback_random = (
             True  # compiled code draws the numbers that eager torch draws
