@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -26,7 +27,8 @@ class Made:
     Attributes:
         install: install each optimizer.
         dtype: of parameters that were float32; None leaves them.
-        shaken: seed of changes by an ulp, of float32 parameters at the start and of gradients before steps.
+        shaken: seed of changes by an ulp, of float32 parameters at the start and of gradients before steps,
+            and of other random numbers in steps; None: no changes.
         is_on: whether optimizers are taken in: not those that a suite makes while pytest collects.
     """
 
@@ -52,6 +54,7 @@ class Made:
             optimizer.register_step_pre_hook(
                 lambda each, *_: _shake([p.grad for p in _parameters(each) if p.grad is not None], generator)
             )
+        _seed_steps(optimizer, 0 if self.shaken is None else 1000 * (1 + self.shaken))
         known = {id(parameter) for parameter, _ in self.starts}
         for parameter in _parameters(optimizer):
             if id(parameter) not in known:
@@ -127,6 +130,19 @@ def _held(optimizer: Optimizer) -> Iterator[Optimizer]:
 def _parameters(optimizer: Optimizer) -> list[Tensor]:
     groups = getattr(optimizer, "param_groups", [])
     return [p for group in groups for p in group["params"] if isinstance(p, Tensor)]
+
+
+def _seed_steps(optimizer: Optimizer, seed: int) -> None:
+    """Seed each step, so that what is drawn after it does not depend on how many numbers it draws."""
+    seeds = itertools.count(seed)
+    before: list[Tensor] = []
+
+    def begin(*_: Any) -> None:
+        before.append(torch.get_rng_state())
+        torch.manual_seed(next(seeds))
+
+    optimizer.register_step_pre_hook(begin)
+    optimizer.register_step_post_hook(lambda *_: torch.set_rng_state(before.pop()))
 
 
 @torch.no_grad()

@@ -30,7 +30,7 @@ class Job:
         judges: the tests install optimizers themselves.
         cpu_for_cuda: ``.cuda()`` changes nothing.
         interpreted: run kernels operation by operation, which compiles nothing.
-        shaken: seed of changes by an ulp, of parameters at the start and of gradients; None: no changes.
+        shaken: seed of changes by an ulp and of other random numbers in steps: see ``Made``.
     """
 
     results: str
