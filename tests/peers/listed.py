@@ -190,7 +190,11 @@ LISTED: tuple[Listed, ...] = (
         Listed("heavyball", pattern, "Apart: parameters end", reason, ("float32",))
         for pattern, reason in (
             (
-                "*test_ndim_tensor*1-1-OrthoLaProp*",
+                "*test_clip*None-_test_global_l2norm-MuonLaProp*",
+                "weights move by .09 of an ulp: .11 of that, and .043 if plain runs begin an ulp apart",
+            ),
+            (
+                "*test_ndim_tensor*1-?-OrthoLaProp*",
                 "eager torch ends up to 4.2 of its way off if gradients change by 2e-7 of themselves",
             ),
             (
@@ -198,6 +202,13 @@ LISTED: tuple[Listed, ...] = (
                 "its other tests of the same steps: eager torch ends farther off if they begin an ulp apart",
             ),
         )
+    ),
+    Listed(
+        "heavyball",
+        "*test_merge*True-True-size3-PSGDKron*",
+        "took more than",
+        "two weights of 32128 x 768 in blocks of 256 x 256 are graphs of some 10,000 operations, which take "
+        "minutes to compile; the test takes three minutes plainly",
     ),
     Listed(
         "torchao",
