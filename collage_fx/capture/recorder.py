@@ -585,7 +585,7 @@ class Recorder(torch_compat.TorchDispatchMode):
         return compiled
 
     def _changing(self, functions: Sequence[RecordedFunction]) -> set[float]:
-        """Return the numbers that the code of functions takes as inputs, but whole ones: many are alike."""
+        """Return the numbers that the code of functions takes as inputs, but no integers: many are alike."""
         if self._steps < 2:  # nothing has changed twice
             return set()
         found = ((each, code) for each in functions for code in self._known_code(each)[1][:1])

@@ -31,7 +31,6 @@ from collage_fx import numerics
 from collage_fx.codegen.functions import CONVERT, Function, expression, function_of
 from collage_fx.codegen.spellings import CPP, STORED_AS_BITS, NoSpelling
 from collage_fx.graph import made_of, reached, tensor_value
-from collage_fx.torch_compat import OpOverload
 
 aten = torch.ops.aten
 
@@ -284,8 +283,6 @@ def function_at(node: Node) -> Function | None:
         NoSpelling: the function has none.
     """
     target: Any = node.target
-    if node.op != "call_function" or isinstance(target, OpOverload):
-        return None
     if target in (place, largest_magnitude) or not hasattr(target, "__code__"):
         return None
     tensors = [arg for arg in node.args if isinstance(arg, Node)]

@@ -52,6 +52,9 @@ class CompensatedStep:
     The graph has AOTAutograd's convention. ``expected`` are the layouts of arguments, and of error terms.
     """
 
+    _buffers: dict[Sequence[int], Sequence[weakref.ref[Tensor]]]  # by ``id`` of the arguments
+    _of_each: dict[tuple[int, int], Sequence[weakref.ref[Tensor]]]  # by index and ``id``
+
     def __init__(
         self,
         compiled: Any,
@@ -62,9 +65,7 @@ class CompensatedStep:
         self.bindings = bindings
         self.given, self.added = map(Layouts, expected)
         self._passed = picking([each.index for each in bindings if each.bound is None])
-        self._version: object = None
-        self._buffers: dict[Sequence[int], Sequence[weakref.ref[Tensor]]] = {}
-        self._of_each: dict[tuple[int, int], Sequence[weakref.ref[Tensor]]] = {}  # by index and ``id``
+        self._version: object = None  # of the records at the last call, whose buffers are remembered
 
     def __call__(self, arguments: list[Any], present: Present | None = None) -> Any:
         is_alike = self.given.fit(arguments)

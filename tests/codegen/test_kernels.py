@@ -317,6 +317,7 @@ def test_a_small_kernel() -> None:
     call(aten.copy_.default, p, hi, dtype=BF16)
     graph.output(())
     source = flat_kernel(graph, 1)
+    assert "for (; at + 128 <= elements; at += 128) {" in source
     chunk = source[source.index("    uint32_t largest = 0;") : source.index("    } else {")]
     assert (
         chunk

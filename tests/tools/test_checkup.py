@@ -550,6 +550,8 @@ def test_the_command(plain: tuple[Path, Path], tmp_path: Path, capsys: pytest.Ca
     pile_up = matrices["pile_up"]
     assert pile_up["is_certain"]
     assert pile_up["factor"] == pile_up["observed"] / pile_up["expected"] > 1.1
+    first, last = (pile_up["exponent"] - each for each in (pile_up["span"] - 1, 0))
+    assert f"as many are ±2**{first} to 2**{last} as" in found["reasons"][0]
 
 
 @pytest.mark.parametrize(

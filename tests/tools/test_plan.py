@@ -315,7 +315,8 @@ def command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
 
 def test_json_has_all_columns() -> None:
     plan = plan_of("file", adamw)
-    found = json.loads(json_of(plan))
+    found = json.loads(text := json_of(plan))
+    assert text == json.dumps(found, indent=1)
     for checkpointing, title in enumerate(
         ("Without activation checkpointing", "With activation checkpointing")
     ):
