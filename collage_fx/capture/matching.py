@@ -73,7 +73,7 @@ MOST_EARLY_RUNS = 3
 #: Number of patterns for a segment of a step.
 MOST_PATTERNS = 16
 
-#: Matches of a pattern that it takes to compile it as one graph, for each sibling that is compiled so already.
+#: Matches of a pattern before it is compiled as one graph, for each sibling that is compiled so already.
 JOINED_AFTER = 100
 
 
