@@ -395,7 +395,8 @@ class Recorder(torch_compat.TorchDispatchMode):
         if operation.numbers and takes_integers:
             operation = Operation(signature, has_integers=True).with_arguments(args, kwargs, self._value_of)
         for name in signature.writes:
-            segment.written.update(segment.base(self._value_of(t)) for t in found_in(Tensor, given[name]))
+            bases = (segment.base(self._value_of(t)) for t in found_in(Tensor, given[name]))
+            operation.overwritten.update(bases)
         returned = []
         for spec, (origin, name) in zip(predicted, signature.results, strict=True):
             if origin == "same":

@@ -194,6 +194,7 @@ class Operation:
     numbers: list[float] = field(default_factory=list)  # to calculate with
     sizes: list[int] = field(default_factory=list)
     results: list[int] = field(default_factory=list)  # values that it makes, in the order of its results
+    overwritten: set[int] = field(default_factory=set)  # bases whose memory it writes to
     first_number: int = 0  # position of its first number among the numbers of the segment
     has_integers: bool = False  # whether integers to calculate with are constants, part of the form
 
@@ -258,7 +259,8 @@ class Segment:
     def add(self, operation: Operation) -> None:
         operation.first_number = len(self.numbers)
         self.numbers += operation.numbers
-        for base in {*map(self.base, operation.results), *self.updated_by(operation)}:
+        self.written |= operation.overwritten
+        for base in operation.overwritten.union(map(self.base, operation.results)):
             self.makers.setdefault(base, []).append(len(self.operations))
         self.operations.append(operation)
 
@@ -334,7 +336,7 @@ class Segment:
         needed, live = set(bases), list[Operation]()
         for operation in reversed(self.operations):
             if not needed.isdisjoint(map(self.base, operation.results)) or any(
-                value in needed or self.is_input(value) for value in self.updated_by(operation)
+                value in needed or self.is_input(value) for value in operation.overwritten
             ):
                 live.append(operation)
                 needed |= {self.base(value) for value in operation.tensors}
@@ -360,11 +362,6 @@ class Segment:
         """Return whether an operation is a product of matrices; that of two vectors is a sum."""
         results = [self.values[result].spec for result in operation.results]
         return is_matrix_product(operation.signature.operator) and any(each.size for each in results)
-
-    def updated_by(self, operation: Operation) -> set[int]:
-        """Return the bases that an operation may overwrite."""
-        read = operation.tensors if operation.signature.writes else ()
-        return self.written & {self.base(value) for value in read}
 
 
 _lonely = _Value(object(), Spec((), (), torch.float32, torch.device("cpu")), 0)
@@ -465,8 +462,8 @@ class RecordedFunction:
             sizes = [body.placeholder(f"size{i}") for i in range(len(sizes))]
         made = [*nodes.items(), *zip(self.kept, targets, strict=True)]
         if self.returned:
-            updated = set().union(*map(self._segment.updated_by, self.operations))
-            for value in sorted(updated & nodes.keys()):
+            overwritten = set().union(*(each.overwritten for each in self.operations))
+            for value in sorted(overwritten & nodes.keys()):
                 nodes[value] = body.call_function(aten.clone.default, (nodes[value],))
         read = {i: body.call_function(aten._local_scalar_dense.default, (n,)) for i, n in given.items()}
         numbers = enumerate(self.numbers)

@@ -15,7 +15,7 @@ from torch import Tensor
 from collage_fx import full_value
 from collage_fx.capture.recording import RECORDING
 from tests.capture.test_matching import Steps, Update, both_ways, made, params_of, recorded, train
-from tests.support.substitutes import code_called, steps_matched
+from tests.support.substitutes import code_called, components_compiled, steps_matched
 
 STEPS = 12
 
@@ -216,3 +216,19 @@ def test_branches_that_answers_lead_to_are_compiled_once_and_not_for_each_combin
     assert vars(optimizer)[RECORDING]._recorder.answers
     branched = {p.shape for p in params_of(optimizer)[:4]}  # by the bits of 127 // 8
     assert len(report().graphs) - compiled == len(branched)
+
+
+def test_a_number_that_changes_in_what_a_question_does_not_need_is_no_constant_of_its_code() -> None:
+    """Like D-Adapt Lion: what the question reads has been added to the weights before, by the number."""
+
+    def update(p: Tensor, g: Tensor, state: dict[str, Any], step: int, lr: float) -> None:
+        sign = g.clone().mul_(0.9).sign_()
+        p.add_(sign, alpha=-1e-3 / max(step - 5, 1))
+        if (sign * g).sum().item() > 1e6:
+            p.zero_()
+
+    optimizer = recorded(update)
+    train(optimizer, range(6))
+    with components_compiled() as compiled:
+        train(optimizer, range(6, STEPS))
+    assert {len(each.operations) for each in compiled} == {4}, "the updates, once more, and no question"
