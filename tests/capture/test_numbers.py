@@ -402,6 +402,10 @@ def test_a_checkpoint_says_which_numbers_have_changed() -> None:
         optimizer.param_groups[0].update(weight_decay=0.25, betas=(0.8, 0.999))
     changed = optimizer.state_dict()["collage_fx.changed"]
     assert changed == [("param_groups", 0, "betas", 0), ("param_groups", 0, "weight_decay")]
+    resumed = install(torch.optim.AdamW(parameters(), weight_decay=0.5))
+    assert {*scheduled_numbers(resumed)}.isdisjoint(changed)
+    resumed.load_state_dict(optimizer.state_dict())
+    assert {*scheduled_numbers(resumed)}.issuperset(changed)
 
 
 def test_a_checkpoint_names_numbers_in_the_state_of_any_parameter() -> None:
