@@ -147,6 +147,8 @@ class Recorder(torch_compat.TorchDispatchMode):
         self._first_met: dict[Any, int] = {}
         self._compiled: dict[Any, list[Compiled]] = {}
         self._at_once: set[Signature] = set()
+        self._changing: set[tuple[Signature, int]] = set()  # places of numbers that code takes as inputs
+        self._constant: set[tuple[tuple[Signature, int], float]] = set()  # others, with the numbers
         self._predicted: dict[Any, tuple[tuple[Any, ...], bool]] = {}
         self._noted: list[tuple[type, TensorWeakRef]] = []
         self._entered: list[Token[bool]] = []
@@ -480,10 +482,9 @@ class Recorder(torch_compat.TorchDispatchMode):
         with self.paused(), torch.no_grad():
             kept = segment.still_referenced(by_python=not is_within)
             self.settle()
-            made = (self._function(segment, *each) for each in segment.components(kept))
-            functions = [each for each in made if each is not None]
-            parts = [Part(each, self._called(each, functions)[0]) for each in functions]
+            executed = [self._execute(segment, *each) for each in segment.components(kept)]
             self.make_views(segment, kept)
+        parts = [part for part in executed if part is not None]
         self.flushed.append(Flushed(segment, kept, parts, questions))
 
     def make_views(self, segment: Segment, kept: Sequence[int]) -> None:
@@ -517,42 +518,31 @@ class Recorder(torch_compat.TorchDispatchMode):
             assert deferred.executed is not None
             self._become(deferred, deferred.executed.detach())
 
-    def _function(
-        self, segment: Segment, operations: Sequence[Operation], kept: Sequence[int]
-    ) -> RecordedFunction | None:
-        """Return a component as a function, with memory for its results; None if nothing needs it."""
+    def _execute(self, segment: Segment, operations: Sequence[Operation], kept: Sequence[int]) -> Part | None:
+        """Compile a component, unless its code is known, and execute it; return None if nothing needs it."""
         touched = {segment.base(value) for operation in operations for value in operation.tensors}
         if not kept and not any(map(segment.is_input, touched & segment.written)):
             return None
         for value in kept:
             self.take_over(segment.values[value].tensor)
-        return RecordedFunction(segment, operations, kept, self.kind_of)
+        function = RecordedFunction(segment, operations, kept, self.kind_of)
+        return Part(function, self._called(function)[0])
 
-    def _known_code(self, function: RecordedFunction) -> tuple[Any, list[Compiled]]:
-        """Return the key of a function's code, and the code, which may be for other numbers."""
+    def _called(self, function: RecordedFunction) -> tuple[Compiled, Any]:
+        """Execute a function, compiled unless its code is known; return the code, and its results."""
         key = (function.form, function.shapes, *function.sizes)
         if key not in self._compiled and self._first_met.setdefault(function.form, self._steps) < self._steps:
             key = function.form
         known = self._compiled.setdefault(key, [])
         known[:] = [each for each in known if not each.owner.is_stale]
-        return key, known
-
-    def _called(
-        self, function: RecordedFunction, among: Sequence[RecordedFunction] = ()
-    ) -> tuple[Compiled, Any]:
-        """Execute a function, compiled unless its code is known; return the code, and its results.
-
-        ``among`` are all functions of its segment.
-        """
-        key, known = self._known_code(function)
         if (compiled := next((each for each in known if each.fits(function)), None)) is not None:
             return compiled, compiled(function)
         takes_sizes = key is function.form
-        compiled = self._compile(function, among, takes_sizes=takes_sizes)
+        compiled = self._compile(function, takes_sizes=takes_sizes)
         known.insert(0, compiled)
         if len(known) >= BURNED_IN_AGAIN:
-            operators = [each.signature for each in function.operations for _ in each.numbers]
-            self._at_once.update(operators[position] for position in compiled.burned_in)
+            places = function.places()
+            self._at_once.update(places[position][0] for position in compiled.burned_in)
         returned = compiled(function)
         if not compiled.owner.is_stale:
             # The code is that for tensors with the error terms that it gives.
@@ -562,18 +552,19 @@ class Recorder(torch_compat.TorchDispatchMode):
             self._first_met.setdefault(function.form, self._steps)
         return compiled, returned
 
-    def _compile(
-        self, function: RecordedFunction, among: Sequence[RecordedFunction], *, takes_sizes: bool
-    ) -> Compiled:
+    def _compile(self, function: RecordedFunction, *, takes_sizes: bool) -> Compiled:
         """Compile a function, with the numbers that have been seen to change as inputs, and note its numbers.
 
         Code with one of the former as a constant is stale, whether or not tensors have error terms by now.
         """
         of_these_sizes, of_any = function.names()
         last = self._numbers.get(of_these_sizes) or self._numbers.get(of_any)
-        if last is None:  # other parameters may have taken this branch's numbers as inputs
-            changing = self._changing(among)
-            last = [None if number in changing else number for number in function.numbers]
+        places = [*zip(function.places(), function.numbers, strict=True)]
+        if last is None:  # its operations may be known from other functions, as those of another branch
+            last = [
+                None if place in self._changing and (place, number) not in self._constant else number
+                for place, number in places
+            ]
         now = [new if new == old else None for new, old in zip(function.numbers, last, strict=True)]
         names = (of_these_sizes, of_any) if takes_sizes else (of_these_sizes,)
         self._numbers |= dict.fromkeys(names, now)
@@ -583,15 +574,9 @@ class Recorder(torch_compat.TorchDispatchMode):
             if not (each.names.isdisjoint(names) or each.constants.keys().isdisjoint(compiled.inputs)):
                 each.owner.end()
         compiled.names.update(names)
+        self._changing.update(places[i][0] for i in compiled.inputs)
+        self._constant.update(places[i] for i in compiled.constants)
         return compiled
-
-    def _changing(self, functions: Sequence[RecordedFunction]) -> set[float]:
-        """Return the numbers that the code of functions takes as inputs, but no integers: many are alike."""
-        if self._steps < 2:  # nothing has changed twice
-            return set()
-        found = ((each, code) for each in functions for code in self._known_code(each)[1][:1])
-        numbers = (each.numbers[i] for each, code in found for i in code.inputs)
-        return {number for number in numbers if not number.is_integer()}
 
     def note(self, kind: type, tensor: Tensor) -> None:
         """Add a part, which threads share, to a tensor's record until the step ends."""

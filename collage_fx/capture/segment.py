@@ -405,6 +405,10 @@ class RecordedFunction:
         """Numbers to calculate with, in the order of the operations."""
         return [self._segment.numbers[position] for position in self.positions]
 
+    def places(self) -> list[tuple[Signature, int]]:
+        """Return of each number its operator, and how many of its numbers come before."""
+        return [(each.signature, i) for each in self.operations for i in range(len(each.numbers))]
+
     def tensors(self) -> list[Tensor]:
         """Return the inputs, then the tensors that the results are written to; bound tensors are left out."""
         values = self._segment.values

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import io
 import random
 from collections.abc import Callable
 from functools import partial
@@ -12,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from collage_fx import full_value
+from collage_fx import error_terms, full_value
 from collage_fx.capture.recording import RECORDING
 from tests.capture.test_matching import Steps, Update, both_ways, made, params_of, recorded, train
 from tests.support.substitutes import code_called, components_compiled, steps_matched
@@ -108,6 +109,27 @@ def test_drawn_questions_leave_weights_where_float64_has_them(seed: int) -> None
         assert (full_value(p, torch.float64) - q).norm() < 0.02 * (q - x).norm()
 
 
+@pytest.mark.rotating
+@pytest.mark.parametrize("seed", range(36, 48))
+def test_drawn_questions_go_on_bit_by_bit_after_a_resume(seed: int) -> None:
+    """The learning rate changes in the fourth step, and after the resume."""
+    update = drawn(seed)
+    one, file = recorded(update), io.BytesIO()
+    train(one, range(6))
+    torch.save({"weights": [p.detach() for p in params_of(one)], "optimizer": one.state_dict()}, file)
+    other = recorded(update)
+    loaded = torch.load(io.BytesIO(file.getvalue()))
+    for p, weight in zip(params_of(other), loaded["weights"], strict=True):
+        p.data.copy_(weight)
+    other.load_state_dict(loaded["optimizer"])
+    for each in (one, other):
+        train(each, range(6, STEPS))
+    for p, q in zip(params_of(one), params_of(other), strict=True):
+        pairs = [(p, q), *((each, other.state[q][k]) for k, each in one.state[p].items())]
+        for a, b in ((a, b) for a, b in pairs if isinstance(a, Tensor)):
+            assert all(map(torch.equal, [a, *error_terms(a)], [b, *error_terms(b)]))
+
+
 def test_an_answer_that_was_computed_for_another_tensor_is_not_used() -> None:
     """Parameters change places in their list, so that questions meet other tensors than are expected."""
 
@@ -195,11 +217,11 @@ def test_a_question_answered_alone_makes_no_older_answer_look_right() -> None:
 
 
 def test_branches_that_answers_lead_to_are_compiled_once_and_not_for_each_combination() -> None:
-    """From step 8 on, ever other parameters take a branch, by a number that changes for the others, too."""
+    """From step 8 on, ever other parameters take a branch, by numbers like those that the others take."""
 
     def update(p: Tensor, g: Tensor, state: dict[str, Any], step: int, lr: float) -> None:
         if g.sum().item() > 0:
-            p.addcmul_(p, g, value=-lr / (2 + step))
+            p.add_(p * g, alpha=-lr / (1 + step))
         p.add_(g, alpha=-lr / (2 + step))
 
     optimizer = recorded(update)

@@ -57,9 +57,9 @@ def components_compiled() -> Iterator[list[RecordedFunction]]:
     found: list[RecordedFunction] = []
     compile_one = Recorder._compile
 
-    def compiled(recorder: Recorder, function: RecordedFunction, among: Any, **options: Any) -> Any:
+    def compiled(recorder: Recorder, function: RecordedFunction, **options: Any) -> Any:
         found.append(function)
-        return compile_one(recorder, function, among, **options)
+        return compile_one(recorder, function, **options)
 
     with mock.patch.object(Recorder, "_compile", compiled):
         yield found
